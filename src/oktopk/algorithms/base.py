@@ -1,0 +1,169 @@
+"""What every algorithm is and what it works on.
+
+An algorithm is a frozen configuration with one method, `reduce`. What it remembers between
+steps is in a `State`; what it works on in one step is a `Step`. Nothing is committed until a
+step has succeeded on all ranks: `Step` holds copies, and an error leaves the old state.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels import for_device
+from ..kernels.reference import index_dtype
+from ..select import SLACK, corrected, is_off, keep_largest, kth_largest, select, smallest
+from ..stats import Stopwatch
+from ..transport import Transport
+from ..wire import Entries, Wire
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """Configuration of a reduction. Subclasses add their own knobs."""
+
+    density: float = 0.02
+    """Share of the elements that is applied in a step, above 0 and at most 1."""
+    warmup_steps: int = 0
+    """Dense steps before the first sparse one."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.density, int | float) and 0 < self.density <= 1):
+            raise ValueError(
+                f"density is {self.density!r}, but must be above 0 and at most 1: "
+                "0.02 applies 2 % of the elements in each step"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "warmup_steps" else 1
+            if field.type == "int" and not (type(value) is int and value >= least):
+                raise ValueError(
+                    f"{field.name} is {value!r}, but must be a whole number, at least {least}"
+                )
+
+    def target(self, numel: int) -> int:
+        """k, the number of entries to apply."""
+        return max(1, round(self.density * numel))
+
+    @abstractmethod
+    def reduce(self, step: Step) -> Entries | Tensor:
+        """Sum over ranks what this step applies: entries, or a dense tensor.
+
+        The sum is bitwise the same on every rank. `step.accumulated` is left as the residual
+        to keep, unless the result is dense: then all was applied and nothing is kept.
+        """
+
+    @abstractmethod
+    def words(self, numel: int, size: int) -> float:
+        """Most words that a rank sends in a step on average; an index or a value is a word."""
+
+
+@dataclass
+class State:
+    """What is remembered from step to step, besides the residual."""
+
+    step: int = 0
+    """Steps taken, dense, sparse and skipped."""
+    sparse_steps: int = 0
+    """Sparse steps taken."""
+    local_threshold: float = math.inf
+    global_threshold: float = math.inf
+    """Thresholds to start the next step with."""
+    boundaries: tuple[int, ...] = ()
+    """Region j is boundaries[j] to boundaries[j + 1]; empty before the first sparse step."""
+
+
+class Buffers:
+    """Memory that is kept for the next step; its content is not."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.accumulated = torch.empty(numel, dtype=dtype, device=device)
+        self._region = torch.empty(0, dtype=dtype, device=device)
+
+    def zeros(self, numel: int) -> Tensor:
+        """Zeros to sum entries in."""
+        if self._region.numel() < numel:
+            self._region = torch.empty_like(self._region, memory_format=torch.contiguous_format)
+            self._region.resize_(numel)
+        return self._region[:numel].zero_()
+
+
+class Step:
+    """One reduction in progress."""
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        residual: Tensor,
+        target: int,
+        state: State,
+        transport: Transport,
+        buffers: Buffers,
+    ) -> None:
+        self.gradient = gradient
+        self.residual = residual
+        self.target = target
+        self.state = state
+        self.transport = transport
+        self.buffers = buffers
+        self.accumulated = buffers.accumulated
+        self.kernels = for_device(gradient.device)
+        self.wire = Wire(index_dtype(gradient.numel()), residual.dtype)
+        self.time = Stopwatch()
+        self.selected_local = gradient.numel()
+        self.local_threshold = self.global_threshold = 0.0
+
+    def accumulate(self, threshold: float) -> Entries:
+        """accumulated = residual + gradient, and its entries that reach the threshold.
+
+        Ranks begin to tell each other whether all their values are finite; whoever commits the
+        step asks `nonfinite_rank`. So the answer costs no waiting.
+        """
+        with self.time("accumulate"):
+            gradient = self.gradient.to(self.residual.dtype)
+            threshold = max(threshold, smallest(self.residual.dtype))
+            indices, values, finite = self.kernels.accumulate(
+                self.residual, gradient, self.accumulated, threshold
+            )
+            self._culprit = torch.tensor(
+                [0 if finite else self.transport.rank + 1], dtype=torch.int32, device=values.device
+            )
+            self._telling = self.transport.start_all_reduce(self._culprit, dist.ReduceOp.MAX)
+        return Entries(indices, values)
+
+    def nonfinite_rank(self) -> int | None:
+        """A rank that had a NaN or Inf in this step, or None."""
+        self._telling.wait()
+        return int(self._culprit) - 1 if int(self._culprit) else None
+
+    def offer(self, exact: bool) -> Entries:
+        """Accumulate, and select about k entries of this rank: exactly k if `exact`.
+
+        Between exact steps the last threshold is carried on and corrected a little each time.
+        Where it selects far from k entries, this step becomes exact. That is cheap where there
+        are too many, since the k largest are among them; so a step that is to be exact anyway
+        starts with a threshold that is somewhat too low.
+        """
+        state, k = self.state, self.target
+        threshold = state.local_threshold * (SLACK if exact else 1)
+        entries = self.accumulate(threshold)
+        if exact or is_off(len(entries), k, threshold):
+            with self.time("select"):
+                if len(entries) < k:
+                    threshold, _ = kth_largest(self.accumulated, k)
+                    entries = select(self.accumulated, threshold)
+                entries, threshold = keep_largest(entries, k)
+        self.selected_local = len(entries)
+        self.local_threshold = threshold
+        state.local_threshold = corrected(threshold, len(entries), k)
+        return entries
+
+    def clear(self, local: Entries, applied: Entries) -> None:
+        """Forget what this rank offered and all applied; the rest stays in the residual."""
+        with self.time("apply"):
+            self.kernels.clear_common(self.accumulated, local.indices, applied.indices)

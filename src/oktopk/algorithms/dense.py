@@ -1,0 +1,38 @@
+"""Dense: the ordinary allreduce, as an algorithm like the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .base import Algorithm, Step
+
+
+@dataclass(frozen=True)
+class Dense(Algorithm):
+    """Average every element.
+
+    1. Accumulate: acc = residual + gradient (the residual is zero, unless a sparse algorithm
+       left one).
+    2. Allreduce acc. Everything is applied, nothing is kept.
+
+    16-bit gradients are summed in float32.
+    """
+
+    density: float = 1.0
+    """Accepted so that algorithms can be exchanged by name; all elements are sent anyway."""
+
+    def target(self, numel: int) -> int:
+        return numel
+
+    def reduce(self, step: Step) -> Tensor:
+        step.accumulate(math.inf)
+        with step.time("reduce"):
+            step.transport.all_reduce(step.accumulated)
+        return step.accumulated
+
+    def words(self, numel: int, size: int) -> float:
+        """2n(P-1)/P"""
+        return 2 * numel * (size - 1) / size

@@ -1,0 +1,75 @@
+"""Gaussiank: a threshold from a fitted normal distribution instead of an exact one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+
+from ..select import keep_largest, select
+from ..wire import Entries
+from .base import Algorithm, Step
+from .exchange import gather_sum
+
+_CORRECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Gaussiank(Algorithm):
+    """Guess the threshold from the size of the values, then go on as TopkA does.
+
+    1. Accumulate, and fit a normal distribution with mean 0: sigma is the root mean square.
+    2. Select |acc| >= sigma_scale * sigma.
+    3. Up to four times: if that gave fewer than 2k/3 entries halve the threshold, if more than
+       4k/3 raise it by half, and select again. Too few are accepted in the end (gradients have
+       heavier tails than a normal distribution, so that happens); of too many, keep k.
+    4. Allgather and sum as TopkA does.
+    5. Clear what was offered and applied from the residual.
+    """
+
+    sigma_scale: float | None = None
+    """First threshold in units of sigma; None takes the one that fits the density."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sigma_scale is not None and not 0 < self.sigma_scale < math.inf:
+            raise ValueError(
+                f"sigma_scale is {self.sigma_scale!r}, but must be above 0: 2.5 selects what "
+                "exceeds 2.5 standard deviations, None derives it from the density"
+            )
+
+    def reduce(self, step: Step) -> Entries:
+        step.accumulate(math.inf)
+        with step.time("select"):
+            local = self._select(step)
+        applied = gather_sum(step, local)
+        step.clear(local, applied)
+        return applied
+
+    def _select(self, step: Step) -> Entries:
+        k, acc = step.target, step.accumulated
+        scale = self.sigma_scale
+        if scale is None:
+            scale = NormalDist().inv_cdf(1 - self.density / 2)
+        # In float64: squares of large float32 values overflow.
+        norm = float(torch.linalg.vector_norm(acc, dtype=torch.float64))
+        threshold = scale * norm / math.sqrt(acc.numel())
+        entries = select(acc, threshold)
+        for _ in range(_CORRECTIONS):
+            if len(entries) < k * 2 / 3 and threshold > 0:
+                threshold *= 0.5
+            elif len(entries) > k * 4 / 3:
+                threshold *= 1.5
+            else:
+                break
+            entries = select(acc, threshold)
+        if len(entries) > k * 4 / 3:
+            entries, threshold = keep_largest(entries, k)
+        step.selected_local, step.local_threshold = len(entries), threshold
+        return entries
+
+    def words(self, numel: int, size: int) -> float:
+        """2k(P-1), with up to a third more entries than asked for"""
+        return 2 * (4 / 3 * self.target(numel)) * (size - 1)

@@ -1,0 +1,83 @@
+"""gTopk: a tree of pairwise merges that keep k entries each, then a broadcast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..select import keep_largest
+from ..wire import Entries
+from .base import Algorithm, Step
+
+_HEADER = 8
+"""Bytes in front of a message for its number of entries, so that no sizes need exchanging."""
+
+
+@dataclass(frozen=True)
+class GTopk(Algorithm):
+    """Merge the ranks' entries two by two; only k survive each merge.
+
+    1. Accumulate, take the k largest entries of this rank out of the residual.
+    2. For distance 1, 2, 4 ...: a rank at an odd multiple of the distance sends its entries to
+       the rank that far below and is done; that rank adds them to its own and keeps the k
+       largest. What a merge drops goes into the merging rank's residual. Any P works: a rank
+       without a partner waits for the next distance.
+    3. Rank 0 holds the result; it goes back through the tree.
+    """
+
+    def reduce(self, step: Step) -> Entries:
+        transport, rank, size = step.transport, step.transport.rank, step.transport.size
+        mine = step.offer(exact=True)
+        step.clear(mine, mine)
+        distances = [2**level for level in range(math.ceil(math.log2(size)))]
+        with step.time("exchange"):
+            for distance in distances:
+                if rank % (2 * distance) == distance:
+                    transport.send(self._pack(step, mine), rank - distance)
+                    break
+                if rank + distance < size:
+                    message = transport.receive(self._message_bytes(step), rank + distance)
+                    with step.time("reduce"):
+                        mine = self._merge(step, mine, self._unpack(step, message))
+        with step.time("gather"):
+            for distance in reversed(distances):
+                if rank % (2 * distance) == distance:
+                    message = transport.receive(self._message_bytes(step), rank - distance)
+                    mine = self._unpack(step, message)
+                elif rank % (2 * distance) == 0 and rank + distance < size:
+                    transport.send(self._pack(step, mine), rank + distance)
+        return mine
+
+    def _merge(self, step: Step, mine: Entries, theirs: Entries) -> Entries:
+        """The k largest of the sum; all others go back into this rank's residual."""
+        merge = step.kernels.merge
+        total = Entries(*merge(mine.indices, mine.values, theirs.indices, theirs.values))
+        if len(total) <= step.target:
+            return total
+        kept, step.global_threshold = keep_largest(total, step.target)
+        # total - kept is exactly zero where an entry was kept.
+        dropped = merge(total.indices, total.values, kept.indices, -kept.values)
+        step.kernels.add_at(step.accumulated, *dropped)
+        return kept
+
+    def _message_bytes(self, step: Step) -> int:
+        return _HEADER + step.target * step.wire.entry_bytes
+
+    def _pack(self, step: Step, entries: Entries) -> Tensor:
+        message = torch.zeros(
+            self._message_bytes(step), dtype=torch.uint8, device=entries.values.device
+        )
+        message[:_HEADER].view(torch.int64).fill_(len(entries))
+        step.wire.encode(entries, out=message[_HEADER:])
+        return message
+
+    def _unpack(self, step: Step, message: Tensor) -> Entries:
+        count = int(message[:_HEADER].view(torch.int64))
+        return step.wire.decode(message[_HEADER:], count)
+
+    def words(self, numel: int, size: int) -> float:
+        """4k log2(P)"""
+        return 4 * self.target(numel) * math.ceil(math.log2(size))

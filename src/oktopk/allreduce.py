@@ -1,0 +1,269 @@
+"""SparseAllreduce: the public call around an algorithm.
+
+It owns what belongs to one gradient on one rank (residual, thresholds, boundaries, counters),
+checks what comes in, and commits a step only when it has succeeded on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .algorithms import Algorithm, Dense, State, Step
+from .algorithms.base import Buffers
+from .stats import StepStats
+from .transport import Transport
+from .wire import Entries
+
+_RESIDUAL_DTYPE = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+_DESCRIPTION_BYTES = 1024
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient held a NaN or Inf on some rank. Every rank raises it, and none has changed."""
+
+
+class SparseAllreduce:
+    """Averages a flat gradient over ranks, applying only its most important entries.
+
+    ```python
+    reduce = SparseAllreduce(OkTopk(density=0.02), numel=grad.numel())
+    average = reduce(grad)
+    ```
+
+    What is not applied stays in `residual` and is added to the next gradient: nothing is lost.
+
+    Constructing it is collective: all ranks of the group do it together, with the same
+    arguments, and an error on every rank says so if they differ.
+
+    Args:
+        algorithm: what to reduce with, for example `OkTopk(density=0.02)`.
+        numel: number of elements of the gradient.
+        group: the process group; None is the default group, or this process alone where
+            torch.distributed is not initialised.
+        dtype: type of the gradient. The residual of a 16-bit gradient is float32.
+        device: where the gradient is; None is the CPU, or the current GPU of an NCCL group.
+        nonfinite: what to do with a NaN or Inf on any rank: "raise" NonFiniteGradientError on
+            every rank, or "skip" the step, that is return zeros on every rank.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        numel: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise ValueError(
+                f"algorithm is {algorithm!r}, but must be an algorithm such as "
+                'oktopk.OkTopk(density=0.02) or oktopk.algorithm("oktopk", density=0.02)'
+            )
+        if type(numel) is not int or numel < 1:
+            raise ValueError(f"numel is {numel!r}, but must be a whole number, at least 1")
+        if dtype not in _RESIDUAL_DTYPE:
+            raise ValueError(
+                f"dtype is {dtype}, but must be one of {', '.join(map(str, _RESIDUAL_DTYPE))}"
+            )
+        if nonfinite not in ("raise", "skip"):
+            raise ValueError(f'nonfinite is {nonfinite!r}, but must be "raise" or "skip"')
+        self.algorithm = algorithm
+        self.numel = numel
+        self.dtype = dtype
+        self.device = _device(device, group)
+        self.nonfinite = nonfinite
+        self.last: StepStats | None = None
+        """Statistics of the last step; None before the first."""
+        residual_dtype = _RESIDUAL_DTYPE[dtype]
+        self._transport = Transport(group, self.device)
+        self._check_agreement()
+        self._residual = torch.zeros(numel, dtype=residual_dtype, device=self.device)
+        self._buffers = Buffers(numel, residual_dtype, self.device)
+        self._state = State()
+        self._dense = Dense()
+
+    @property
+    def residual(self) -> Tensor:
+        """This rank's error feedback. The next step replaces it: clone it to keep it."""
+        return self._residual
+
+    def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
+        """Average over ranks; the result is bitwise the same on every rank.
+
+        Args:
+            gradient: flat and contiguous, of the size, type and device given at construction.
+            out: where to put the result, for example `gradient` itself; new memory if None.
+        """
+        self._check_tensor("gradient", gradient)
+        if out is not None:
+            self._check_tensor("out", out)
+        dense = self._state.step < self.algorithm.warmup_steps
+        algorithm = self._dense if dense else self.algorithm
+        self._transport.reset()
+        step = Step(
+            gradient.detach(),
+            self._residual,
+            algorithm.target(self.numel),
+            dataclasses.replace(self._state),
+            self._transport,
+            self._buffers,
+        )
+        reduced = algorithm.reduce(step)
+        culprit = step.nonfinite_rank()
+        if culprit is not None and self.nonfinite == "raise":
+            raise NonFiniteGradientError(
+                f"step {self._state.step}: the gradient holds a NaN or Inf on rank {culprit} (and "
+                "perhaps others). No rank's residual has changed. Find where it comes from (a "
+                'learning rate too high, a loss of zero length), or pass nonfinite="skip" to '
+                "skip such steps"
+            )
+        if out is None:
+            out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        with step.time("apply"):
+            if culprit is not None:
+                out.zero_()
+                self._state.step += 1
+            else:
+                self._commit(step, reduced, out)
+        self._report(step, reduced, skipped=culprit is not None)
+        return out
+
+    def _commit(self, step: Step, reduced: Entries | Tensor, out: Tensor) -> None:
+        """Write the average to `out`, and take the step's residual and state for the next."""
+        size = self._transport.size
+        sums = reduced.values if isinstance(reduced, Entries) else reduced
+        averages = (sums / size).to(self.dtype)
+        if isinstance(reduced, Entries):
+            out.zero_()
+            out[reduced.indices] = averages
+            self._residual, self._buffers.accumulated = step.accumulated, self._residual
+            step.state.sparse_steps += 1
+        else:
+            out.copy_(averages)
+            self._residual.zero_()
+        if averages.dtype != sums.dtype:
+            # All ranks hold the same sums; each keeps the rounding errors of its own share.
+            count = sums.numel()
+            share = slice(
+                count * self._transport.rank // size, count * (self._transport.rank + 1) // size
+            )
+            errors = sums[share] - averages[share].to(sums.dtype) * size
+            where = reduced.indices[share] if isinstance(reduced, Entries) else share
+            self._residual[where] += errors
+        self._state = step.state
+        self._state.step += 1
+
+    def _report(self, step: Step, reduced: Entries | Tensor, skipped: bool) -> None:
+        sparse = isinstance(reduced, Entries)
+        selected = len(reduced) if isinstance(reduced, Entries) else self.numel
+        self.last = StepStats(
+            step=self._state.step - 1,
+            phase="sparse" if sparse else "dense",
+            numel=self.numel,
+            target=step.target,
+            selected_local=step.selected_local,
+            selected_global=0 if skipped else selected,
+            bytes_sent=self._transport.bytes_sent,
+            bytes_received=self._transport.bytes_received,
+            messages=self._transport.messages,
+            seconds=step.time.seconds,
+            local_threshold=step.local_threshold,
+            global_threshold=step.global_threshold,
+            skipped=skipped,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on: tensors and plain numbers. Differs on every rank."""
+        state = self._state
+        return {
+            "residual": self._residual.clone(),
+            "boundaries": torch.tensor(state.boundaries, dtype=torch.int64),
+            "local_threshold": state.local_threshold,
+            "global_threshold": state.global_threshold,
+            "step": state.step,
+            "sparse_steps": state.sparse_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken. Boundaries of another number of ranks are left out,
+        and cut anew in the next step."""
+        mine = self.state_dict()
+        if state.keys() != mine.keys():
+            raise ValueError(
+                f"this is not the state of a SparseAllreduce: it has {sorted(state)}, but must "
+                f"have {sorted(mine)}"
+            )
+        residual, boundaries = state["residual"], state["boundaries"].tolist()
+        if residual.shape != self._residual.shape or residual.dtype != self._residual.dtype:
+            raise ValueError(
+                f"the state's residual has {residual.numel()} elements of {residual.dtype}, this "
+                f"reduction {self.numel} of {self._residual.dtype}: load it into one constructed "
+                "with the same numel and dtype"
+            )
+        self._residual.copy_(residual)
+        self._state = State(
+            step=int(state["step"]),
+            sparse_steps=int(state["sparse_steps"]),
+            local_threshold=float(state["local_threshold"]),
+            global_threshold=float(state["global_threshold"]),
+            boundaries=tuple(boundaries) if len(boundaries) == self._transport.size + 1 else (),
+        )
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        if tensor.shape != (self.numel,):
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, but must be flat with {self.numel} "
+                f"elements: pass {name}.flatten(), or construct SparseAllreduce with its numel"
+            )
+        if tensor.dtype != self.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but must be {self.dtype}: construct SparseAllreduce "
+                f"with dtype={tensor.dtype}, or convert it with .to({self.dtype})"
+            )
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but must be on {self.device}: construct "
+                f'SparseAllreduce with device="{tensor.device}", or move it with '
+                f'.to("{self.device}")'
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
+
+    def _check_agreement(self) -> None:
+        """One small allgather, so that ranks that differ fail at once instead of hanging later."""
+        text = (
+            f"numel={self.numel}, dtype={self.dtype}, nonfinite={self.nonfinite}, "
+            f"algorithm={self.algorithm}"
+        )
+        encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
+        texts = [
+            bytes(other.tolist()).decode(errors="replace").strip()
+            for other in self._transport.all_gather(mine)
+        ]
+        if len(set(texts)) > 1:
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+            raise ValueError(
+                "ranks disagree: construct SparseAllreduce with the same arguments on every "
+                "rank of the group\n" + "\n".join(lines)
+            )
+
+
+def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    """The device, with its index, as tensors on it report it."""
+    if device is None:
+        grouped = dist.is_available() and dist.is_initialized()
+        device = "cuda" if grouped and dist.get_backend(group) == "nccl" else "cpu"
+    return torch.empty(0, device=device).device

@@ -1,0 +1,177 @@
+"""The one door to torch.distributed: every byte that leaves or arrives is counted here.
+
+What is counted is what a rank hands over. A message to one peer counts its size. Collectives
+count what the best known algorithm must send for them: an allreduce of m bytes 2m(P-1)/P, an
+allgather m(P-1), an all-to-all what is not for the rank itself. `messages` counts one for each
+message to a peer and one for each collective.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class PeerError(RuntimeError):
+    """Another rank died, hung or left while this one was talking to it."""
+
+
+class Transport:
+    """A process group seen from one rank. Without torch.distributed: a group of one."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise ValueError(
+                    "this rank is not a member of `group`: construct SparseAllreduce only on "
+                    "the ranks of the group"
+                )
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not "
+                "initialised: call torch.distributed.init_process_group() first"
+            )
+        self.reset()
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.bytes_sent = self.bytes_received = self.messages = 0
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Sum (or `op`) over ranks, in place."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
+        """The same, on its way while the caller goes on; the result is there after wait()."""
+        if self.size == 1:
+            return Pending(self, [])
+        share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
+        self._count(share, share)
+        with self.peers("an allreduce"):
+            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        return Pending(self, [work])
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order; all of one size and type."""
+        if self.size == 1:
+            return [tensor]
+        self._count(tensor.nbytes * (self.size - 1), tensor.nbytes * (self.size - 1))
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.peers("an allgather"):
+            dist.all_gather(gathered, tensor, group=self.group)
+        return gathered
+
+    def gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """A few integers of every rank, in rank order."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        gathered: list[list[int]] = torch.stack(self.all_gather(mine)).tolist()
+        return gathered
+
+    def trade_numbers(self, numbers: list[int]) -> list[int]:
+        """numbers[j] goes to rank j; returns what each rank had for this one."""
+        if self.size == 1:
+            return numbers
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        theirs = torch.empty_like(mine)
+        share = 8 * (self.size - 1)
+        self._count(share, share)
+        with self.peers("an all-to-all"):
+            dist.all_to_all_single(theirs, mine, group=self.group)
+        traded: list[int] = theirs.tolist()
+        return traded
+
+    def exchange(
+        self, outgoing: list[Tensor], sizes: list[int], in_flight: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Send outgoing[j] to each rank j and yield (source, message) of every other rank.
+
+        Destinations are rotated: in round s rank i sends to i+s and receives from i-s, so no
+        rank is everyone's target at once. `in_flight` rounds travel while the caller works on
+        what has arrived. The order of arrival is fixed: what the caller computes from it does
+        not depend on timing. Empty messages are not sent, nor yielded.
+
+        Args:
+            outgoing: one uint8 message for each rank; its own is ignored.
+            sizes: the bytes that each rank sends to this one.
+            in_flight: the number of rounds on their way at once, at least 1.
+        """
+        rounds: list[tuple[int, Tensor, Pending]] = []
+        for s in range(1, self.size + in_flight):
+            if s < self.size:
+                target, source = (self.rank + s) % self.size, (self.rank - s) % self.size
+                incoming = torch.empty(sizes[source], dtype=torch.uint8, device=self.device)
+                pending = self._start(outgoing[target], target, incoming, source)
+                rounds.append((source, incoming, pending))
+            if s > in_flight and rounds:
+                source, incoming, pending = rounds.pop(0)
+                pending.wait()
+                if incoming.numel():
+                    yield source, incoming
+
+    def send(self, message: Tensor, target: int) -> None:
+        """One message to one rank, which must receive it."""
+        self._start(message, target, message[:0], target).wait()
+
+    def receive(self, nbytes: int, source: int) -> Tensor:
+        """One message of a known size from one rank."""
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._start(message[:0], source, message, source).wait()
+        return message
+
+    def _start(self, outgoing: Tensor, target: int, incoming: Tensor, source: int) -> Pending:
+        operations = []
+        if outgoing.numel():
+            operations.append(dist.P2POp(dist.isend, outgoing, self._global(target), self.group))
+            self._count(outgoing.nbytes, 0)
+        if incoming.numel():
+            operations.append(dist.P2POp(dist.irecv, incoming, self._global(source), self.group))
+            self.bytes_received += incoming.nbytes
+        if not operations:
+            return Pending(self, [])
+        with self.peers(f"a message to rank {target} or from rank {source}"):
+            return Pending(self, dist.batch_isend_irecv(operations))
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _count(self, sent: int, received: int) -> None:
+        self.bytes_sent += sent
+        self.bytes_received += received
+        self.messages += 1
+
+    @contextmanager
+    def peers(self, action: str) -> Iterator[None]:
+        """Turn the backend's errors into one that says what happened and what it means."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: {action} failed, because another rank died or "
+                "did not answer within the group's timeout. This step was not applied and the "
+                "residual is as it was before. Find the rank that failed first in the logs of "
+                f"the job, and restart from the last checkpoint. The backend said: {error}"
+            ) from error
+
+
+class Pending:
+    """Messages on their way."""
+
+    def __init__(self, transport: Transport, works: list[Any]) -> None:
+        self._transport = transport
+        self._works = works
+
+    def wait(self) -> None:
+        with self._transport.peers("waiting for a message"):
+            for work in self._works:
+                work.wait()
