@@ -121,24 +121,30 @@ class SparseAllreduce:
             self._buffers,
         )
         reduced = algorithm.reduce(step)
-        culprit = step.nonfinite_rank()
-        if culprit is not None and self.nonfinite == "raise":
-            raise NonFiniteGradientError(
-                f"step {self._state.step}: the gradient holds a NaN or Inf on rank {culprit} (and "
-                "perhaps others). No rank's residual has changed. Find where it comes from (a "
-                'learning rate too high, a loss of zero length), or pass nonfinite="skip" to '
-                "skip such steps"
-            )
+        if not step.finite and self.nonfinite == "raise":
+            raise NonFiniteGradientError(self._blame(step))
         if out is None:
             out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         with step.time("apply"):
-            if culprit is not None:
+            if step.finite:
+                self._commit(step, reduced, out)
+            else:
                 out.zero_()
                 self._state.step += 1
-            else:
-                self._commit(step, reduced, out)
-        self._report(step, reduced, skipped=culprit is not None)
+        self._report(step, reduced)
         return out
+
+    def _blame(self, step: Step) -> str:
+        """Which ranks had a NaN or Inf. All ranks ask together, since all know that one had."""
+        finite = bool(torch.isfinite(step.gradient).all())
+        table = self._transport.trade_numbers([[finite]] * self._transport.size)
+        bad = [str(rank) for rank, (finite,) in enumerate(table) if not finite]
+        return (
+            f"step {self._state.step}: "
+            + (f"NaN or Inf in the gradient of rank {', '.join(bad)}" if bad else "sums overflow")
+            + ". No rank's residual has changed. Find where it comes from (a learning rate too "
+            'high, an empty batch), or pass nonfinite="skip" to skip such steps'
+        )
 
     def _commit(self, step: Step, reduced: Entries | Tensor, out: Tensor) -> None:
         """Write the average to `out`, and take the step's residual and state for the next."""
@@ -165,7 +171,7 @@ class SparseAllreduce:
         self._state = step.state
         self._state.step += 1
 
-    def _report(self, step: Step, reduced: Entries | Tensor, skipped: bool) -> None:
+    def _report(self, step: Step, reduced: Entries | Tensor) -> None:
         sparse = isinstance(reduced, Entries)
         selected = len(reduced) if isinstance(reduced, Entries) else self.numel
         self.last = StepStats(
@@ -174,14 +180,14 @@ class SparseAllreduce:
             numel=self.numel,
             target=step.target,
             selected_local=step.selected_local,
-            selected_global=0 if skipped else selected,
+            selected_global=selected if step.finite else 0,
             bytes_sent=self._transport.bytes_sent,
             bytes_received=self._transport.bytes_received,
             messages=self._transport.messages,
             seconds=step.time.seconds,
             local_threshold=step.local_threshold,
             global_threshold=step.global_threshold,
-            skipped=skipped,
+            skipped=not step.finite,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ is not zero. Zeros are never selected: to send one changes nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -50,7 +49,7 @@ def keep_largest(entries: Entries, k: int) -> tuple[Entries, float]:
 def kth_largest(
     values: Tensor,
     k: int,
-    digit_bits: int = 16,
+    digit_bits: int = 0,
     sum_counts: Callable[[Tensor], None] | None = None,
 ) -> tuple[float, int]:
     """The exact k-th largest magnitude, by histograms of one digit after the other.
@@ -63,7 +62,8 @@ def kth_largest(
     Args:
         values: any number of values, in any order.
         k: at least 1.
-        digit_bits: bits of a digit; there are 2**digit_bits bins.
+        digit_bits: bits of a digit; there are 2**digit_bits bins. 0 chooses by the number of
+            values: each pass over them should cost more than its bins.
         sum_counts: sums a tensor of counts over ranks, in place. Then the values of all ranks
             count as one list, and only counts travel.
 
@@ -72,6 +72,7 @@ def kth_largest(
         (0.0, 0) if there are fewer than k values that are not zero.
     """
     histogram = for_device(values.device).histogram
+    digit_bits = digit_bits or (16 if values.numel() > 1 << 20 else 11)
     prefix, remaining = 0, k
     for shift, bits in _digits(values.dtype, digit_bits):
         counts = histogram(values, prefix, shift, bits)
@@ -87,12 +88,6 @@ def kth_largest(
     if prefix == 0:
         return 0.0, 0
     return float(torch.tensor(prefix, dtype=_integers(values.dtype)).view(values.dtype)), remaining
-
-
-def global_digit_bits(k: int) -> int:
-    """Bits of a digit for a search over ranks: few enough that all its counts are at most
-    about k words, many enough that there are few rounds."""
-    return min(11, max(4, int(math.log2(k)) - 3))
 
 
 def is_off(count: int, k: int, threshold: float) -> bool:

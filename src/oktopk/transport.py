@@ -48,19 +48,14 @@ class Transport:
         """Start counting from zero."""
         self.bytes_sent = self.bytes_received = self.messages = 0
 
-    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Sum (or `op`) over ranks, in place."""
-        self.start_all_reduce(tensor, op).wait()
-
-    def start_all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Pending:
-        """The same, on its way while the caller goes on; the result is there after wait()."""
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
         if self.size == 1:
-            return Pending(self, [])
+            return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
         self._count(share, share)
         with self.peers("an allreduce"):
-            work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
-        return Pending(self, [work])
+            dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; all of one size and type."""
@@ -72,23 +67,17 @@ class Transport:
             dist.all_gather(gathered, tensor, group=self.group)
         return gathered
 
-    def gather_numbers(self, *numbers: int) -> list[list[int]]:
-        """A few integers of every rank, in rank order."""
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        gathered: list[list[int]] = torch.stack(self.all_gather(mine)).tolist()
-        return gathered
-
-    def trade_numbers(self, numbers: list[int]) -> list[int]:
-        """numbers[j] goes to rank j; returns what each rank had for this one."""
+    def trade_numbers(self, rows: list[list[int]]) -> list[list[int]]:
+        """rows[j], a few integers, goes to rank j; returns what each rank had for this one."""
         if self.size == 1:
-            return numbers
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            return rows
+        mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
-        share = 8 * (self.size - 1)
+        share = mine[1:].nbytes
         self._count(share, share)
         with self.peers("an all-to-all"):
             dist.all_to_all_single(theirs, mine, group=self.group)
-        traded: list[int] = theirs.tolist()
+        traded: list[list[int]] = theirs.tolist()
         return traded
 
     def exchange(

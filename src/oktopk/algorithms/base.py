@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import for_device
@@ -117,29 +116,32 @@ class Step:
         self.time = Stopwatch()
         self.selected_local = gradient.numel()
         self.local_threshold = self.global_threshold = 0.0
+        self.finite = True
+        """Whether all values are finite: of this rank at first, of all ranks at the end."""
 
     def accumulate(self, threshold: float) -> Entries:
-        """accumulated = residual + gradient, and its entries that reach the threshold.
-
-        Ranks begin to tell each other whether all their values are finite; whoever commits the
-        step asks `nonfinite_rank`. So the answer costs no waiting.
-        """
+        """accumulated = residual + gradient, and its entries that reach the threshold."""
         with self.time("accumulate"):
             gradient = self.gradient.to(self.residual.dtype)
             threshold = max(threshold, smallest(self.residual.dtype))
-            indices, values, finite = self.kernels.accumulate(
+            indices, values, self.finite = self.kernels.accumulate(
                 self.residual, gradient, self.accumulated, threshold
             )
-            self._culprit = torch.tensor(
-                [0 if finite else self.transport.rank + 1], dtype=torch.int32, device=values.device
-            )
-            self._telling = self.transport.start_all_reduce(self._culprit, dist.ReduceOp.MAX)
         return Entries(indices, values)
 
-    def nonfinite_rank(self) -> int | None:
-        """A rank that had a NaN or Inf in this step, or None."""
-        self._telling.wait()
-        return int(self._culprit) - 1 if int(self._culprit) else None
+    def trade(self, counts: list[int]) -> list[int]:
+        """counts[j] goes to rank j; returns what each rank had for this one.
+
+        Along with them ranks tell each other whether their values are finite, so that to agree
+        on this costs no message of its own. Until the step is committed, a NaN does no harm.
+        """
+        traded = self.transport.trade_numbers([[count, self.finite] for count in counts])
+        self.finite = all(finite for _, finite in traded)
+        return [count for count, _ in traded]
+
+    def share(self, count: int) -> list[int]:
+        """Every rank's count, in rank order."""
+        return self.trade([count] * self.transport.size)
 
     def offer(self, exact: bool) -> Entries:
         """Accumulate, and select about k entries of this rank: exactly k if `exact`.
@@ -151,6 +153,8 @@ class Step:
         """
         state, k = self.state, self.target
         threshold = state.local_threshold * (SLACK if exact else 1)
+        if k == self.accumulated.numel():
+            threshold, exact = 0.0, False
         entries = self.accumulate(threshold)
         if exact or is_off(len(entries), k, threshold):
             with self.time("select"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..select import select
 from .base import Algorithm, Step
 
 
@@ -31,6 +32,8 @@ class Dense(Algorithm):
         step.accumulate(math.inf)
         with step.time("reduce"):
             step.transport.all_reduce(step.accumulated)
+            # A NaN or Inf of any rank is one in the sum, the same on all.
+            step.finite = len(select(step.accumulated, math.inf)) == 0
         return step.accumulated
 
     def words(self, numel: int, size: int) -> float:

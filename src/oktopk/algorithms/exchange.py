@@ -26,7 +26,7 @@ def split_reduce(step: Step, local: Entries, boundaries: Sequence[int]) -> Tenso
         ends: list[int] = torch.searchsorted(local.indices, cuts).tolist()
         parts = [local[start:end] for start, end in pairwise(ends)]
         messages = [wire.encode(part) for part in parts]
-        sizes = [n * wire.entry_bytes for n in transport.trade_numbers([len(p) for p in parts])]
+        sizes = [n * wire.entry_bytes for n in step.trade([len(part) for part in parts])]
         incoming = transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT)
         low, high = boundaries[rank], boundaries[rank + 1]
         with step.time("reduce"):
@@ -93,8 +93,7 @@ def gather_sum(step: Step, local: Entries) -> Entries:
     Words sent: 2k(P-1). This is the whole exchange of TopkA and Gaussiank.
     """
     with step.time("gather"):
-        counts = [count for (count,) in step.transport.gather_numbers(len(local))]
-        parts = gather(step, local, counts)
+        parts = gather(step, local, step.share(len(local)))
     if len(parts) == 1:
         return local
     with step.time("reduce"):

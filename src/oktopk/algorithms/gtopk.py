@@ -12,8 +12,9 @@ from ..select import keep_largest
 from ..wire import Entries
 from .base import Algorithm, Step
 
-_HEADER = 8
-"""Bytes in front of a message for its number of entries, so that no sizes need exchanging."""
+_HEADER = 16
+"""Bytes in front of a message: its number of entries, so that no sizes need exchanging, and
+whether all that went into it was finite."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,13 @@ class GTopk(Algorithm):
         message = torch.zeros(
             self._message_bytes(step), dtype=torch.uint8, device=entries.values.device
         )
-        message[:_HEADER].view(torch.int64).fill_(len(entries))
+        message[:_HEADER].view(torch.int64).copy_(torch.tensor([len(entries), step.finite]))
         step.wire.encode(entries, out=message[_HEADER:])
         return message
 
     def _unpack(self, step: Step, message: Tensor) -> Entries:
-        count = int(message[:_HEADER].view(torch.int64))
+        count, finite = message[:_HEADER].view(torch.int64).tolist()
+        step.finite = step.finite and bool(finite)
         return step.wire.decode(message[_HEADER:], count)
 
     def words(self, numel: int, size: int) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..select import corrected, global_digit_bits, is_due, is_off, keep, kth_largest
+from ..select import corrected, is_due, is_off, keep, keep_largest, kth_largest
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
 from .exchange import balance, gather, select_region, split_reduce
+
+_FEW = 512
+"""Sums that are so few in all that each rank gets all of them and picks the k largest itself:
+this takes fewer bytes than a search for the threshold, and one message instead of many."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,36 @@ class OkTopk(Algorithm):
             with step.time("exchange"):
                 state.boundaries = _regions(step, local)
         region = split_reduce(step, local, state.boundaries)
+        applied = self._gather_largest(step, region, exact)
+        step.clear(local, applied)
+        return applied
+
+    def _gather_largest(self, step: Step, region: Tensor, exact: bool) -> Entries:
+        """Steps 5 and 6: the k largest sums of all regions, for every rank."""
+        state, k, transport = step.state, step.target, step.transport
+        low, threshold = state.boundaries[transport.rank], state.global_threshold
+        if k == step.accumulated.numel():
+            threshold, exact = 0.0, False
         with step.time("reduce"):
-            chosen, counts = _choose(step, region, exact)
+            chosen = select_region(step, region, low, 0.0 if exact else threshold)
+            counts = step.share(len(chosen))
+            # Counts are the same everywhere, so all ranks take the same way.
+            if not exact and is_off(sum(counts), k, threshold):
+                exact = True
+                chosen = select_region(step, region, low, 0.0)
+                counts = step.share(len(chosen))
+            few = sum(counts) <= _FEW
+            if exact and not few:
+                threshold, ties = _global_threshold(step, chosen)
+                chosen, counts = _share_ties(step, chosen, threshold, ties)
         with step.time("gather"):
             if max(counts) > self.balance_trigger * sum(counts) / transport.size:
                 chosen, counts = balance(step, chosen, counts)
             applied = concatenate(gather(step, chosen, counts))
-        step.clear(local, applied)
+            if exact and few:
+                applied, threshold = keep_largest(applied, k)
+        step.global_threshold = threshold
+        state.global_threshold = corrected(threshold, len(applied), k)
         return applied
 
     def words(self, numel: int, size: int) -> float:
@@ -86,32 +113,20 @@ def _regions(step: Step, local: Entries) -> tuple[int, ...]:
     return (0, *(cuts // size).tolist(), numel)
 
 
-def _choose(step: Step, region: Tensor, exact: bool) -> tuple[Entries, list[int]]:
-    """The globally largest sums that lie in this rank's region, and how many each rank has."""
-    state, k, transport = step.state, step.target, step.transport
-    low, threshold = state.boundaries[transport.rank], state.global_threshold
-    if not exact:
-        chosen = select_region(step, region, low, threshold)
-        counts = [count for (count,) in transport.gather_numbers(len(chosen))]
-        exact = is_off(sum(counts), k, threshold)  # the same on every rank, as the counts are
-    if exact:
-        chosen = select_region(step, region, low, 0.0)
-        threshold, ties = _global_threshold(step, chosen)
-        chosen, counts = _share_ties(step, chosen, threshold, ties)
-    step.global_threshold = threshold
-    state.global_threshold = corrected(threshold, sum(counts), k)
-    return chosen, counts
-
-
 def _global_threshold(step: Step, sums: Entries) -> tuple[float, int]:
-    """The k-th largest sum over all ranks; only counts travel, as small as they can be."""
+    """The k-th largest sum over all ranks, and how many of its equals belong to the k.
+
+    Only counts travel: a few times k words where k is in the hundreds, next to nothing where k is
+    large.
+    """
+    digit_bits = min(11, max(5, int(math.log2(step.target)) - 2))
 
     def sum_counts(counts: Tensor) -> None:
         narrow = counts.to(step.wire.index_dtype)
         step.transport.all_reduce(narrow)
         counts.copy_(narrow)
 
-    return kth_largest(sums.values, step.target, global_digit_bits(step.target), sum_counts)
+    return kth_largest(sums.values, step.target, digit_bits, sum_counts)
 
 
 def _share_ties(
@@ -119,11 +134,10 @@ def _share_ties(
 ) -> tuple[Entries, list[int]]:
     """What is above the threshold, and of what equals it the first `ties` in index order."""
     reached = keep(sums, threshold, len(sums))
-    above = len(keep(reached, threshold, 0))
-    table = step.transport.gather_numbers(above, len(reached) - above)
+    above = step.share(len(keep(reached, threshold, 0)))
     shares = []
-    for _, equal in table:
+    for equal in step.share(len(reached) - above[step.transport.rank]):
         shares.append(min(equal, ties))
         ties -= shares[-1]
-    counts: Sequence[int] = [above + share for (above, _), share in zip(table, shares, strict=True)]
-    return keep(reached, threshold, shares[step.transport.rank]), list(counts)
+    chosen = keep(reached, threshold, shares[step.transport.rank])
+    return chosen, [a + share for a, share in zip(above, shares, strict=True)]

@@ -36,12 +36,13 @@ class TopkDSA(Algorithm):
             mine = select_region(step, region, low, 0.0)
             whole = len(mine) * wire.entry_bytes > region.nbytes
             message = region.view(torch.uint8) if whole else wire.encode(mine)
-            table = transport.gather_numbers(message.numel(), whole)
+            # A region sent whole has a size that no list of entries has: a negative one.
+            sizes = step.share(-message.numel() if whole else message.numel())
             messages = [message] * transport.size
-            sizes = [nbytes for nbytes, _ in table]
             parts = {transport.rank: mine}
-            for source, received in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-                if table[source][1]:
+            incoming = transport.exchange(messages, [abs(n) for n in sizes], ROUNDS_IN_FLIGHT)
+            for source, received in incoming:
+                if sizes[source] < 0:
                     sums = received.view(wire.value_dtype)
                     parts[source] = select_region(step, sums, regions[source], 0.0)
                 else:

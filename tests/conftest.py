@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from ranks import Ranks
+
+SIZES = (1, 2, 3, 4, 5, 8)
+
+settings.register_profile("oktopk", deadline=None, max_examples=60)
+settings.load_profile("oktopk")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="run the contract suite on every combination of its axes (about an hour)",
+    )
+
+
+@pytest.fixture(scope="session")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--exhaustive"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Eight processes for the whole test run."""
+    pool = Ranks(SIZES)
+    yield pool
+    pool.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

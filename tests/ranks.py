@@ -1,0 +1,115 @@
+"""Real ranks for tests: processes joined by real Gloo groups, started once, sent functions.
+
+A function that is sent takes a `Rank` first; it must be importable (defined in a test module).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@dataclass
+class Rank:
+    """Where a function runs: its rank in `group`, the first `size` processes of the pool."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+class RankError(Exception):
+    """One or more ranks failed; holds their tracebacks."""
+
+
+class Ranks:
+    """A pool of processes that runs functions on its first P ranks, any P in `sizes`."""
+
+    def __init__(self, sizes: tuple[int, ...], timeout: float = 60.0) -> None:
+        self.sizes = sizes
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(Rank, *args) on ranks 0 to size - 1; their results, or all their errors."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:size]:
+            pipe.send((size, function, args))
+        deadline = time.monotonic() + 2 * self.timeout
+        answers = [self._answer(rank, deadline) for rank in range(size)]
+        errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error]
+        if errors:
+            self.stop()  # the others may be in the middle of a collective: start afresh
+            raise RankError("\n".join(errors))
+        return [result for result, _ in answers]
+
+    def _answer(self, rank: int, deadline: float) -> tuple[Any, str | None]:
+        try:
+            if self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                answer: tuple[Any, str | None] = self._pipes[rank].recv()
+                return answer
+            return None, "no answer in time"
+        except EOFError:
+            return None, "the process died"
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(max(self.sizes)):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.sizes, self._folder.name, self.timeout, there),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def kill(self, rank: int) -> None:
+        self._processes[rank].kill()
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        if self._processes:
+            self._folder.cleanup()
+        self._processes, self._pipes = [], []
+
+
+def _serve(
+    rank: int, sizes: tuple[int, ...], folder: str, timeout: float, pipe: Connection
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    store = dist.FileStore(os.path.join(folder, "store"), max(sizes))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(sizes), timeout=limit)
+    groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
+    while True:
+        try:
+            size, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(Rank(rank, size, groups[size]), *args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
