@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -101,7 +102,7 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
-    store = dist.FileStore(os.path.join(folder, "store"), max(sizes))
+    store = FileStore(os.path.join(folder, "store"), max(sizes))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=max(sizes), timeout=limit)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
     while True:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .algorithms import Algorithm, Dense, State, Step
 from .algorithms.base import Buffers
+from .select import Carried
 from .stats import StepStats
 from .transport import Transport
 from .wire import Entries
@@ -153,7 +154,10 @@ class SparseAllreduce:
         averages = (sums / size).to(self.dtype)
         if isinstance(reduced, Entries):
             out.zero_()
-            out[reduced.indices] = averages
+            if averages.dtype == sums.dtype:
+                step.kernels.add_at(out, reduced.indices, averages)
+            else:
+                out[reduced.indices] = averages
             self._residual, self._buffers.accumulated = step.accumulated, self._residual
             step.state.sparse_steps += 1
         else:
@@ -196,8 +200,10 @@ class SparseAllreduce:
         return {
             "residual": self._residual.clone(),
             "boundaries": torch.tensor(state.boundaries, dtype=torch.int64),
-            "local_threshold": state.local_threshold,
-            "global_threshold": state.global_threshold,
+            "local_threshold": state.local.value,
+            "local_trend": state.local.trend,
+            "global_threshold": state.total.value,
+            "global_trend": state.total.trend,
             "step": state.step,
             "sparse_steps": state.sparse_steps,
         }
@@ -222,8 +228,8 @@ class SparseAllreduce:
         self._state = State(
             step=int(state["step"]),
             sparse_steps=int(state["sparse_steps"]),
-            local_threshold=float(state["local_threshold"]),
-            global_threshold=float(state["global_threshold"]),
+            local=Carried(float(state["local_threshold"]), float(state["local_trend"])),
+            total=Carried(float(state["global_threshold"]), float(state["global_trend"])),
             boundaries=tuple(boundaries) if len(boundaries) == self._transport.size + 1 else (),
         )
 

@@ -6,7 +6,9 @@ is not zero. Zeros are never selected: to send one changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,12 +17,62 @@ from .kernels import for_device
 from .wire import Entries
 
 TOLERANCE = 0.1
-"""Share by which a count may differ from k before the threshold is evaluated anew at once."""
-SLACK = 0.9
-"""Factor that makes a carried threshold low enough to find more than k candidates."""
-GAIN = 0.1
-"""Exponent of the controller. It follows residuals that grow and shrink with a few percent of
-error; plain reuse (0) drifts by 70 %, and from about 0.3 on it oscillates."""
+"""Share of k by which a step may fall short before the threshold is evaluated anew at once."""
+AIM = 1.2
+"""A carried threshold aims at AIM * k candidates. Too many are cheap: the k largest are among
+them, so the exact ones are picked from a short list. Too few cost another pass."""
+_SHORT = 0.05
+"""Exponent that lowers a threshold which selected fewer than it aimed at."""
+_TREND = 0.7
+"""Weight of the newest observation in a threshold's trend."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A threshold carried from step to step, and the trend that it follows.
+
+    With error feedback most values wait just below the threshold, so a threshold that is 2 %
+    off can select 50 % too many; and it moves, as residuals and gradients grow and shrink. A
+    forecast with a trend (Holt's) follows it. Measured against reusing the last threshold with
+    a correction by the count alone, it spares nine of ten new evaluations.
+    """
+
+    value: float = math.inf
+    """Threshold to try in the next step."""
+    trend: float = 0.0
+    """Expected change per step, as a logarithm."""
+
+    def after(self, right: float) -> Carried:
+        """The forecast after a step for which `right` would have been the right threshold."""
+        if not 0 < right < math.inf or not 0 < self.value < math.inf:
+            return Carried(right)
+        surprise = max(-0.5, min(0.5, math.log(right / self.value)))
+        trend = self.trend + _TREND * surprise
+        return Carried(right * math.exp(trend), trend)
+
+
+def aim(k: int, numel: int) -> int:
+    """The number of candidates to look for."""
+    return min(numel, math.ceil(AIM * k))
+
+
+def keep_from(
+    candidates: Entries, threshold: float, k: int, wanted: int
+) -> tuple[Entries, float, float]:
+    """The k largest of all entries that reach a threshold, and what to learn from them.
+
+    Returns:
+        The entries: all candidates if they are not more than k.
+        The smallest magnitude among them.
+        The threshold that would have selected `wanted` candidates.
+    """
+    right = threshold * float((max(1, len(candidates)) / wanted) ** _SHORT)
+    if len(candidates) >= wanted:
+        right, _ = kth_largest(candidates.values, wanted)
+    if len(candidates) <= k:
+        return candidates, threshold, right
+    kept, threshold = keep_largest(candidates, k)
+    return kept, threshold, right
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -72,7 +124,7 @@ def kth_largest(
         (0.0, 0) if there are fewer than k values that are not zero.
     """
     histogram = for_device(values.device).histogram
-    digit_bits = digit_bits or (16 if values.numel() > 1 << 20 else 11)
+    digit_bits = digit_bits or (16 if values.numel() > 1 << 17 else 11)
     prefix, remaining = 0, k
     for shift, bits in _digits(values.dtype, digit_bits):
         counts = histogram(values, prefix, shift, bits)
@@ -88,17 +140,6 @@ def kth_largest(
     if prefix == 0:
         return 0.0, 0
     return float(torch.tensor(prefix, dtype=_integers(values.dtype)).view(values.dtype)), remaining
-
-
-def is_off(count: int, k: int, threshold: float) -> bool:
-    """Whether a carried threshold selected too many, or too few although there are more."""
-    too_few = count < (1 - TOLERANCE) * k and threshold > 0
-    return too_few or count > (1 + TOLERANCE) * k
-
-
-def corrected(threshold: float, count: int, k: int) -> float:
-    """The threshold for the next step: higher if this one selected too many, else lower."""
-    return threshold * float((max(count, 1) / k) ** GAIN)
 
 
 def is_due(sparse_steps: int, interval: int) -> bool:

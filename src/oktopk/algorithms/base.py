@@ -7,16 +7,15 @@ step has succeeded on all ranks: `Step` holds copies, and an error leaves the ol
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from ..kernels import for_device
 from ..kernels.reference import index_dtype
-from ..select import SLACK, corrected, is_off, keep_largest, kth_largest, select, smallest
+from ..select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
 from ..stats import Stopwatch
 from ..transport import Transport
 from ..wire import Entries, Wire
@@ -37,12 +36,12 @@ class Algorithm(ABC):
                 f"density is {self.density!r}, but must be above 0 and at most 1: "
                 "0.02 applies 2 % of the elements in each step"
             )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name == "warmup_steps" else 1
-            if field.type == "int" and not (type(value) is int and value >= least):
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            least = 0 if knob.name == "warmup_steps" else 1
+            if knob.type == "int" and not (type(value) is int and value >= least):
                 raise ValueError(
-                    f"{field.name} is {value!r}, but must be a whole number, at least {least}"
+                    f"{knob.name} is {value!r}, but must be a whole number, at least {least}"
                 )
 
     def target(self, numel: int) -> int:
@@ -70,9 +69,10 @@ class State:
     """Steps taken, dense, sparse and skipped."""
     sparse_steps: int = 0
     """Sparse steps taken."""
-    local_threshold: float = math.inf
-    global_threshold: float = math.inf
-    """Thresholds to start the next step with."""
+    local: Carried = field(default_factory=Carried)
+    """Threshold of this rank's own values."""
+    total: Carried = field(default_factory=Carried)
+    """Threshold of the sums over ranks, the same on every rank."""
     boundaries: tuple[int, ...] = ()
     """Region j is boundaries[j] to boundaries[j + 1]; empty before the first sparse step."""
 
@@ -87,8 +87,7 @@ class Buffers:
     def zeros(self, numel: int) -> Tensor:
         """Zeros to sum entries in."""
         if self._region.numel() < numel:
-            self._region = torch.empty_like(self._region, memory_format=torch.contiguous_format)
-            self._region.resize_(numel)
+            self._region = self._region.new_empty(numel)
         return self._region[:numel].zero_()
 
 
@@ -144,27 +143,24 @@ class Step:
         return self.trade([count] * self.transport.size)
 
     def offer(self, exact: bool) -> Entries:
-        """Accumulate, and select about k entries of this rank: exactly k if `exact`.
+        """Accumulate, and select k entries of this rank; exactly the k largest if `exact`.
 
-        Between exact steps the last threshold is carried on and corrected a little each time.
-        Where it selects far from k entries, this step becomes exact. That is cheap where there
-        are too many, since the k largest are among them; so a step that is to be exact anyway
-        starts with a threshold that is somewhat too low.
+        One pass finds the candidates, by the carried threshold; the k largest are picked from
+        them. Only where there are too few candidates (fewer than k if `exact`, else fewer than
+        0.9 k), all elements are looked at again for the exact threshold.
         """
-        state, k = self.state, self.target
-        threshold = state.local_threshold * (SLACK if exact else 1)
-        if k == self.accumulated.numel():
-            threshold, exact = 0.0, False
-        entries = self.accumulate(threshold)
-        if exact or is_off(len(entries), k, threshold):
-            with self.time("select"):
-                if len(entries) < k:
-                    threshold, _ = kth_largest(self.accumulated, k)
-                    entries = select(self.accumulated, threshold)
-                entries, threshold = keep_largest(entries, k)
+        k, numel, threshold = self.target, self.accumulated.numel(), self.state.local.value
+        if k == numel:
+            threshold = 0.0
+        wanted = aim(k, numel)
+        candidates = self.accumulate(threshold)
+        with self.time("select"):
+            if len(candidates) < (k if exact else (1 - TOLERANCE) * k) and threshold > 0:
+                threshold, _ = kth_largest(self.accumulated, wanted)
+                candidates = select(self.accumulated, threshold)
+            entries, self.local_threshold, right = keep_from(candidates, threshold, k, wanted)
         self.selected_local = len(entries)
-        self.local_threshold = threshold
-        state.local_threshold = corrected(threshold, len(entries), k)
+        self.state.local = self.state.local.after(right)
         return entries
 
     def clear(self, local: Entries, applied: Entries) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..select import corrected, is_due, is_off, keep, keep_largest, kth_largest
+from ..select import TOLERANCE, aim, is_due, keep, keep_from, kth_largest
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
 from .exchange import balance, gather, select_region, split_reduce
 
+_MANY = 1.5
+"""Multiple of k from which on it is cheaper to look for the threshold than to send candidates."""
 _FEW = 512
 """Sums that are so few in all that each rank gets all of them and picks the k largest itself:
 this takes fewer bytes than a search for the threshold, and one message instead of many."""
@@ -23,18 +25,21 @@ class OkTopk(Algorithm):
     """Regions are summed by their owners, and only the k largest sums go back to everyone.
 
     1. Accumulate: acc = residual + gradient.
-    2. Local threshold: every `threshold_interval` sparse steps the exact k-th largest |acc|,
-       between them the last one, corrected by how many it selected. Select what reaches it.
+    2. Select the k largest of this rank, by a threshold carried from step to step: it is
+       forecast so that somewhat more than k candidates reach it, and the k largest are picked
+       from those. Every `threshold_interval` sparse steps it is made certain that they are.
     3. Regions: every `region_interval` sparse steps each rank cuts its entries into P parts of
        equal count, and the cuts are averaged over ranks. Region j belongs to rank j.
     4. Split and reduce: entries go to their region's owner, who sums them.
-    5. Global threshold: as in 2, of the sums in all regions; the exact one comes from summed
-       histograms, so no values travel for it.
-    6. Balance if one rank holds far more than the others, and allgather.
+    5. Global threshold: as in 2, of the sums in all regions. Where it must be exact it comes from
+       summed histograms, so no values travel for it.
+    6. Balance if one rank holds far more candidates than the others, allgather, and pick the k
+       largest.
     7. Clear from the residual what this rank offered and all applied.
 
-    Both thresholds are also evaluated anew in any step in which they select more than 10 % too
-    many or too few.
+    Both thresholds are also evaluated anew in any step in which they select 10 % too few, the
+    global one also if it selects 50 % too many. So the count is always within 10 % of k where
+    there are that many values, whatever gradients do.
     """
 
     threshold_interval: int = 32
@@ -70,30 +75,30 @@ class OkTopk(Algorithm):
 
     def _gather_largest(self, step: Step, region: Tensor, exact: bool) -> Entries:
         """Steps 5 and 6: the k largest sums of all regions, for every rank."""
-        state, k, transport = step.state, step.target, step.transport
-        low, threshold = state.boundaries[transport.rank], state.global_threshold
-        if k == step.accumulated.numel():
-            threshold, exact = 0.0, False
+        k, numel, threshold = step.target, step.accumulated.numel(), step.state.total.value
+        if k == numel:
+            threshold = 0.0
+        wanted = aim(k, numel)
+        low, size = step.state.boundaries[step.transport.rank], step.transport.size
         with step.time("reduce"):
-            chosen = select_region(step, region, low, 0.0 if exact else threshold)
-            counts = step.share(len(chosen))
+            candidates = select_region(step, region, low, threshold)
+            counts = step.share(len(candidates))
             # Counts are the same everywhere, so all ranks take the same way.
-            if not exact and is_off(sum(counts), k, threshold):
-                exact = True
-                chosen = select_region(step, region, low, 0.0)
-                counts = step.share(len(chosen))
-            few = sum(counts) <= _FEW
-            if exact and not few:
-                threshold, ties = _global_threshold(step, chosen)
-                chosen, counts = _share_ties(step, chosen, threshold, ties)
+            too_few = sum(counts) < (k if exact else (1 - TOLERANCE) * k) and threshold > 0
+            if too_few or sum(counts) > _MANY * k:
+                threshold = 0.0
+                candidates = select_region(step, region, low, threshold)
+                counts = step.share(len(candidates))
+                if sum(counts) > max(_FEW, wanted):
+                    threshold, ties = _global_threshold(step, candidates, wanted)
+                    candidates, counts = _share_ties(step, candidates, threshold, ties)
         with step.time("gather"):
-            if max(counts) > self.balance_trigger * sum(counts) / transport.size:
-                chosen, counts = balance(step, chosen, counts)
-            applied = concatenate(gather(step, chosen, counts))
-            if exact and few:
-                applied, threshold = keep_largest(applied, k)
-        step.global_threshold = threshold
-        state.global_threshold = corrected(threshold, len(applied), k)
+            if max(counts) > self.balance_trigger * sum(counts) / size:
+                candidates, counts = balance(step, candidates, counts)
+            gathered = concatenate(gather(step, candidates, counts))
+        with step.time("select"):
+            applied, step.global_threshold, right = keep_from(gathered, threshold, k, wanted)
+        step.state.total = step.state.total.after(right)
         return applied
 
     def words(self, numel: int, size: int) -> float:
@@ -113,20 +118,20 @@ def _regions(step: Step, local: Entries) -> tuple[int, ...]:
     return (0, *(cuts // size).tolist(), numel)
 
 
-def _global_threshold(step: Step, sums: Entries) -> tuple[float, int]:
-    """The k-th largest sum over all ranks, and how many of its equals belong to the k.
+def _global_threshold(step: Step, sums: Entries, wanted: int) -> tuple[float, int]:
+    """The `wanted`-th largest sum over all ranks, and how many of its equals are among those.
 
     Only counts travel: a few times k words where k is in the hundreds, next to nothing where k is
     large.
     """
-    digit_bits = min(11, max(5, int(math.log2(step.target)) - 2))
+    digit_bits = min(11, max(5, int(math.log2(wanted)) - 2))
 
     def sum_counts(counts: Tensor) -> None:
         narrow = counts.to(step.wire.index_dtype)
         step.transport.all_reduce(narrow)
         counts.copy_(narrow)
 
-    return kth_largest(sums.values, step.target, digit_bits, sum_counts)
+    return kth_largest(sums.values, wanted, digit_bits, sum_counts)
 
 
 def _share_ties(

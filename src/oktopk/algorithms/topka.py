@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..select import TOLERANCE, is_due, keep_largest
+from ..select import is_due, keep_largest
 from ..wire import Entries
 from .base import Algorithm, Step
 from .exchange import gather_sum
@@ -36,6 +36,5 @@ class TopkA(Algorithm):
         return applied
 
     def words(self, numel: int, size: int) -> float:
-        """2k(P-1); a carried threshold may select somewhat more than k"""
-        entries = self.target(numel) * (1 if self.threshold_interval == 1 else 1 + TOLERANCE)
-        return 2 * entries * (size - 1)
+        """2k(P-1)"""
+        return 2 * self.target(numel) * (size - 1)

@@ -149,16 +149,16 @@ def _compact(
     The room it writes to has a place for every element, so no selection can overflow; it is
     kept for the next call, and pages that were never written to never become real memory.
     """
-    indices, values = getattr(_room, str(dtype), (None, None))
-    if indices is None or indices.numel() < numel or indices.dtype != index_dtype(numel):
-        indices = torch.empty(numel, dtype=index_dtype(numel))
-        values = torch.empty(numel, dtype=dtype)
+    room: tuple[Tensor, Tensor] | None = getattr(_room, str(dtype), None)
+    if room is None or room[0].numel() < numel or room[0].dtype != index_dtype(numel):
+        room = torch.empty(numel, dtype=index_dtype(numel)), torch.empty(numel, dtype=dtype)
+    indices, values = room
     i, v = indices.numpy(), values.numpy()
     chunks = _chunks(numel)
     ends = _parallel(lambda low, high: run(low, high, i, v), chunks)
     pieces = [slice(low, end) for (low, _), end in zip(chunks, ends, strict=True)]
     crowded = sum(end - low for (low, _), end in zip(chunks, ends, strict=True)) > numel // 4
-    setattr(_room, str(dtype), (None, None) if crowded else (indices, values))
+    setattr(_room, str(dtype), None if crowded else room)
     return torch.cat([indices[p] for p in pieces]), torch.cat([values[p] for p in pieces])
 
 
@@ -295,7 +295,7 @@ def _clear_common(dense, indices, applied):  # type: ignore[no-untyped-def]
 # Compiling.
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def _jit(function: Any) -> Any:
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no place to cache: neither the package, nor a home directory

@@ -1,0 +1,177 @@
+"""One step of every algorithm on P local ranks over loopback, against a dense Gloo allreduce.
+
+Starts the ranks itself. Every step is followed by a plain allreduce of the same tensor, so that
+the ratio to dense means something on a noisy machine. Gradients drift: scale and location of the
+large values change from step to step, so thresholds are never right for long.
+
+columns
+  ms           median time of a step, the slowest rank
+  / dense      ms over the ms of torch.distributed.all_reduce of the same tensor in this run
+  bytes        bytes that a rank sends in a step, mean over ranks and steps
+  x bound      the same in words over 2k(P-1)/P, the least that any algorithm must send
+  count/k      applied entries over k, mean over steps
+  off          mean of |applied entries / k - 1|
+  the rest     median ms of each stage
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import spawn
+
+import oktopk
+from common import heavy_tailed, table
+from oktopk.stats import STAGES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--numel", type=int, default=27_569_568, help="elements (27,569,568)")
+    parser.add_argument("--density", type=float, default=0.02, help="share that is sent (0.02)")
+    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, P (4)")
+    parser.add_argument("--steps", type=int, default=16, help="steps that are measured (16)")
+    parser.add_argument("--skip", type=int, default=6, help="steps before, not measured (6)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank (1)")
+    parser.add_argument(
+        "--algorithms", nargs="+", default=oktopk.names(), metavar="NAME", help="(all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    try:
+        for name in args.algorithms:
+            oktopk.algorithm(name, density=args.density)
+    except ValueError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, args=(args, folder), nprocs=args.ranks)
+        with open(os.path.join(folder, "rows.json")) as file:
+            rows = json.load(file)
+    if args.json:
+        print(json.dumps({"arguments": vars(args), "rows": rows}))
+        return
+    k = max(1, round(args.density * args.numel))
+    print(
+        f"n = {args.numel:,}, k = {k:,}, P = {args.ranks}, {args.steps} steps after {args.skip}, "
+        f"{args.threads} thread(s) a rank, {os.cpu_count()} cores, float32"
+    )
+    print(table(rows))
+
+
+def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(args.threads)
+    store = FileStore(os.path.join(folder, "store"), args.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    noise = [heavy_tailed(args.numel, seed=4 * rank + j) for j in range(2)]
+    gradient = torch.empty(args.numel)
+    raw: list[float] = []
+    records: dict[str, list[oktopk.StepStats]] = {}
+    times: dict[str, list[float]] = {}
+    for name in args.algorithms:
+        reduce = oktopk.SparseAllreduce(
+            oktopk.algorithm(name, density=args.density), numel=args.numel
+        )
+        records[name], times[name] = [], []
+        for step in range(args.skip + args.steps):
+            progress(rank, f"{name}: step {step + 1} of {args.skip + args.steps}")
+            drifting(noise, step, out=gradient)
+            sparse_ms = slowest_ms(partial(reduce, gradient, out=gradient))
+            drifting(noise, step, out=gradient)
+            raw_ms = slowest_ms(partial(dist.all_reduce, gradient))
+            if step >= args.skip:
+                assert reduce.last is not None
+                records[name].append(reduce.last)
+                times[name].append(sparse_ms)
+                raw.append(raw_ms)
+    progress(rank, "")
+    rows = [baseline(raw, args)]
+    rows += [summary(name, times[name], raw, records[name], args) for name in args.algorithms]
+    if rank == 0:
+        with open(os.path.join(folder, "rows.json"), "w") as file:
+            json.dump(rows, file)
+    dist.destroy_process_group()
+
+
+def slowest_ms(job: Callable[[], Any]) -> float:
+    """The time of a call on the slowest rank; all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    job()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return 1000 * float(seconds)
+
+
+def drifting(noise: list[torch.Tensor], step: int, out: torch.Tensor) -> None:
+    """Mixes two heavy-tailed tensors, rolled by the step, with a scale that rises and falls."""
+    scale, shift = math.exp(math.sin(step / 6)), (step * 104_729) % out.numel()
+    out[shift:].copy_(noise[0][: out.numel() - shift])
+    out[:shift].copy_(noise[0][out.numel() - shift :])
+    out.add_(noise[1], alpha=0.5).mul_(scale)
+
+
+def baseline(raw: list[float], args: argparse.Namespace) -> dict[str, Any]:
+    """The row of the plain allreduce: 2n(P-1)/P words."""
+    k = max(1, round(args.density * args.numel))
+    return {
+        "algorithm": "gloo all_reduce",
+        "ms": statistics.median(raw),
+        "/ dense": 1.0,
+        "bytes": round(2 * 4 * args.numel * (args.ranks - 1) / args.ranks),
+        "x bound": args.numel / k,
+        "count/k": args.numel / k,
+        "off": args.numel / k - 1,
+    } | dict.fromkeys(STAGES, 0.0)
+
+
+def summary(
+    name: str,
+    times: list[float],
+    raw: list[float],
+    records: list[oktopk.StepStats],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    k = max(1, round(args.density * args.numel))
+    ms = statistics.median(times)
+    sent = torch.tensor([statistics.fmean(r.bytes_sent for r in records)], dtype=torch.float64)
+    dist.all_reduce(sent)
+    mean_sent = float(sent) / args.ranks
+    least = 4 * 2 * k * (args.ranks - 1) / args.ranks
+    counts = [record.selected_global / k for record in records]
+    return {
+        "algorithm": name,
+        "ms": ms,
+        "/ dense": ms / statistics.median(raw),
+        "bytes": round(mean_sent),
+        "x bound": mean_sent / least if least else 0.0,
+        "count/k": statistics.fmean(counts),
+        "off": statistics.fmean(abs(count - 1) for count in counts),
+    } | {
+        stage: 1000 * statistics.median(record.seconds[stage] for record in records)
+        for stage in STAGES
+    }
+
+
+def progress(rank: int, text: str) -> None:
+    if rank == 0 and sys.stderr.isatty():
+        print(f"\r{text:40}" + ("" if text else "\r"), end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What the benchmarks share."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def heavy_tailed(numel: int, seed: int) -> Tensor:
+    """Values whose tails are far heavier than a normal distribution's, like a gradient's."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=random) * torch.randn(numel, generator=random).exp_()
+
+
+def median_ms(job: Callable[[], Any], repeats: int) -> float:
+    """The median time of a call, after one that warms up."""
+    job()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1000
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as aligned columns; numbers to the right, with as many digits as they need."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    lines = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    left = [isinstance(value, str) for value in rows[0].values()]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if is_left else cell.rjust(width)
+            for cell, width, is_left in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in lines
+    )
