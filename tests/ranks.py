@@ -38,25 +38,34 @@ class RankError(Exception):
 class Ranks:
     """A pool of processes that runs functions on its first P ranks, any P in `sizes`."""
 
-    def __init__(self, sizes: tuple[int, ...], timeout: float = 60.0) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], timeout: float = 60.0, backend: str = "gloo"
+    ) -> None:
         self.sizes = sizes
         self.timeout = timeout
+        self.backend = backend
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(Rank, *args) on ranks 0 to size - 1; their results, or all their errors."""
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes[:size]:
-            pipe.send((size, function, args))
-        deadline = time.monotonic() + 2 * self.timeout
-        answers = [self._answer(rank, deadline) for rank in range(size)]
+        answers = self.outcomes(size, function, *args)
         errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error]
         if errors:
             self.stop()  # the others may be in the middle of a collective: start afresh
             raise RankError("\n".join(errors))
         return [result for result, _ in answers]
+
+    def outcomes(
+        self, size: int, function: Callable[..., Any], *args: Any
+    ) -> list[tuple[Any, str | None]]:
+        """The same, but each rank's result and error, for tests in which ranks fail."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes[:size]:
+            pipe.send((size, function, args))
+        deadline = time.monotonic() + 2 * self.timeout
+        return [self._answer(rank, deadline) for rank in range(size)]
 
     def _answer(self, rank: int, deadline: float) -> tuple[Any, str | None]:
         try:
@@ -74,16 +83,13 @@ class Ranks:
             here, there = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.sizes, self._folder.name, self.timeout, there),
+                args=(rank, self.sizes, self._folder.name, self.timeout, self.backend, there),
                 daemon=True,
             )
             process.start()
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-
-    def kill(self, rank: int) -> None:
-        self._processes[rank].kill()
 
     def stop(self) -> None:
         for process in self._processes:
@@ -97,13 +103,20 @@ class Ranks:
 
 
 def _serve(
-    rank: int, sizes: tuple[int, ...], folder: str, timeout: float, pipe: Connection
+    rank: int,
+    sizes: tuple[int, ...],
+    folder: str,
+    timeout: float,
+    backend: str,
+    pipe: Connection,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     limit = timedelta(seconds=timeout)
     store = FileStore(os.path.join(folder, "store"), max(sizes))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(sizes), timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=max(sizes), timeout=limit)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
     while True:
         try:

@@ -1,0 +1,259 @@
+"""The fast kernels equal the reference, bit for bit, on everything a float can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import assume, given
+from torch import Tensor
+
+from oktopk.kernels import cpu, reference
+from oktopk.select import kth_largest, smallest
+
+DTYPES = (torch.float32, torch.float64)
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-40, 5e-324, 1e-300, 3e38, float("inf"))
+
+
+@st.composite
+def values(draw: st.DrawFn, dtype: torch.dtype, size: int | None = None) -> Tensor:
+    """Any size, not divisible by anything in particular; many ties, zeros and denormals."""
+    count = draw(st.integers(0, 200)) if size is None else size
+    width = 8 * dtype.itemsize
+    element = st.one_of(
+        st.sampled_from(SPECIAL),
+        st.floats(width=32 if width == 32 else 64, allow_nan=True),
+        st.floats(-4, 4, width=16),
+    )
+    return torch.tensor(draw(st.lists(element, min_size=count, max_size=count)), dtype=dtype)
+
+
+@st.composite
+def thresholds(draw: st.DrawFn, of: Tensor) -> float:
+    """Often one of the values themselves, where >= and > differ; never zero."""
+    finite = [abs(x) for x in of.tolist() if x == x and x != 0]
+    choices = [st.sampled_from([smallest(of.dtype), 1.0, float("inf")])]
+    if finite:
+        choices.append(st.sampled_from(finite))
+    return float(draw(st.one_of(*choices)))
+
+
+@st.composite
+def entries(draw: st.DrawFn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    indices = sorted(draw(st.sets(st.integers(0, 300), max_size=80)))
+    return torch.tensor(indices, dtype=torch.int32), draw(values(dtype, len(indices)))
+
+
+def assert_same(fast: Any, slow: Any) -> None:
+    """The same types and bits."""
+    for a, b in zip(fast, slow, strict=True):
+        if isinstance(a, Tensor):
+            assert a.dtype == b.dtype
+            assert a.shape == b.shape
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        else:
+            assert a == b
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_accumulate(dtype: torch.dtype, data: st.DataObject) -> None:
+    gradient = data.draw(values(dtype))
+    residual = data.draw(values(dtype, gradient.numel()))
+    threshold = data.draw(thresholds(residual + gradient))
+    fast_out, slow_out = torch.empty_like(residual), torch.empty_like(residual)
+    fast = cpu.accumulate(residual, gradient, fast_out, threshold)
+    slow = reference.accumulate(residual, gradient, slow_out, threshold)
+    assert torch.equal(fast[0], slow[0])
+    torch.testing.assert_close(fast[1], slow[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(fast_out, slow_out, rtol=0, atol=0, equal_nan=True)
+    assert fast[2] == slow[2] == bool(torch.isfinite(slow_out).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_select(dtype: torch.dtype, data: st.DataObject) -> None:
+    dense = data.draw(values(dtype))
+    threshold = data.draw(thresholds(dense))
+    assert_same(cpu.select(dense, threshold), reference.select(dense, threshold))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_histogram(dtype: torch.dtype, data: st.DataObject) -> None:
+    x = data.draw(values(dtype))
+    width = 8 * dtype.itemsize - 1
+    bits = data.draw(st.integers(1, 16))
+    shift = data.draw(st.integers(0, width - bits))
+    prefix = 0
+    if x.numel() and data.draw(st.booleans()):
+        prefix = int(reference.magnitude(x)[0] >> (shift + bits))
+    fast, slow = (kernel.histogram(x, prefix, shift, bits) for kernel in (cpu, reference))
+    assert_same([fast], [slow])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_keep(dtype: torch.dtype, data: st.DataObject) -> None:
+    indices, x = data.draw(entries(dtype))
+    threshold = data.draw(thresholds(x))
+    ties = data.draw(st.integers(0, 5))
+    assert_same(cpu.keep(indices, x, threshold, ties), reference.keep(indices, x, threshold, ties))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_merge(dtype: torch.dtype, data: st.DataObject) -> None:
+    ours, theirs = data.draw(entries(dtype)), data.draw(entries(dtype))
+    assume(not bool(ours[1].isnan().any() | theirs[1].isnan().any()))
+    fast, slow = cpu.merge(*ours, *theirs), reference.merge(*ours, *theirs)
+    assert torch.equal(fast[0], slow[0])
+    torch.testing.assert_close(fast[1], slow[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_add_at_and_clear_common(dtype: torch.dtype, data: st.DataObject) -> None:
+    ours, theirs = data.draw(entries(dtype)), data.draw(entries(dtype))
+    fast, slow = torch.ones(301, dtype=dtype), torch.ones(301, dtype=dtype)
+    for kernels, dense in ((cpu, fast), (reference, slow)):
+        kernels.add_at(dense, *ours)
+        kernels.clear_common(dense, ours[0], theirs[0])
+    torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
+    common = set(ours[0].tolist()) & set(theirs[0].tolist())
+    assert all(fast[i] == 0 for i in common)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data())
+def test_kth_largest(dtype: torch.dtype, data: st.DataObject) -> None:
+    x = data.draw(values(dtype))
+    x = x[~x.isnan()]
+    assume(x.numel() > 0)
+    k = data.draw(st.integers(1, x.numel() + 3))
+    threshold, ties = kth_largest(x, k, data.draw(st.sampled_from([0, 1, 4, 7, 16])))
+    ordered = sorted((abs(v) for v in x.tolist()), reverse=True)
+    if k > len(ordered) or ordered[k - 1] == 0:
+        assert (threshold, ties) == (0.0, 0)
+    else:
+        assert threshold == ordered[k - 1]
+        assert ties == k - sum(v > threshold for v in ordered)
+
+
+@pytest.mark.parametrize("numel", [1 << 17, (1 << 17) + 77, 1_000_003])
+@pytest.mark.parametrize("density", [0.0, 1e-5, 0.02, 0.6, 1.0])
+def test_several_threads_give_the_same_as_one(numel: int, density: float) -> None:
+    random = torch.Generator().manual_seed(numel)
+    residual, gradient = (torch.randn(numel, generator=random) for _ in range(2))
+    magnitudes = (residual + gradient).abs().sort(descending=True).values
+    threshold = float(magnitudes[int(density * (numel - 1))]) if density else float("inf")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = torch.empty(numel)
+            fast = cpu.accumulate(residual, gradient, out, threshold)
+            slow = reference.accumulate(residual, gradient, out.clone(), threshold)
+            assert_same(fast, slow)
+            assert_same(cpu.select(out, threshold), slow[:2])
+            assert torch.equal(cpu.histogram(out, 0, 16, 15), reference.histogram(out, 0, 16, 15))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_safe_from_several_threads_at_once() -> None:
+    """The communication thread and others may call kernels together."""
+    random = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(300_000, generator=random) for _ in range(6)]
+    expected = [reference.select(x, 2.0) for x in inputs]
+    failures: list[BaseException] = []
+
+    def work(j: int) -> None:
+        try:
+            for _ in range(20):
+                assert_same(cpu.select(inputs[j], 2.0), expected[j])
+        except BaseException as error:
+            failures.append(error)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        threads = [threading.Thread(target=work, args=(j,)) for j in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert not failures
+
+
+PROGRAM = """
+import torch
+from oktopk.kernels import cpu, reference
+for dtype in (torch.float32, torch.float64):
+    x = torch.linspace(-1, 1, 1001, dtype=dtype)
+    assert torch.equal(cpu.select(x, 0.5)[1], reference.select(x, 0.5)[1])
+    assert torch.equal(cpu.histogram(x, 0, 20, 11), reference.histogram(x, 0, 20, 11))
+print(cpu.__file__)
+"""
+
+
+def installed_copy(folder: Path) -> Path:
+    """The package as an install that cannot be written to: its cache's place is taken."""
+    source = Path(cpu.__file__).parents[1]
+    target = folder / "oktopk"
+    for file in source.rglob("*.py"):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    (target / "kernels" / "__pycache__").write_text("not a folder")
+    return target
+
+
+def start(path: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=environment | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: subprocess.Popen[str], path: Path) -> None:
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert output.startswith(str(path))
+
+
+@pytest.mark.parametrize("home", ["writable", "none"])
+def test_read_only_install(tmp_path: Path, home: str) -> None:
+    """Compiled code is cached in the home directory, or, where there is none, not at all."""
+    installed_copy(tmp_path)
+    where = tmp_path / "home"
+    where.mkdir() if home == "writable" else where.write_text("not a folder")
+    finish(start(tmp_path, HOME=str(where), XDG_CACHE_HOME=str(where / "cache")), tmp_path)
+    if home == "writable":
+        assert list(where.rglob("*.nbc")), "nothing was cached"
+
+
+def test_ranks_that_start_together_share_one_compilation(tmp_path: Path) -> None:
+    installed_copy(tmp_path)
+    cache = tmp_path / "cache"
+    processes = [start(tmp_path, NUMBA_CACHE_DIR=str(cache)) for _ in range(4)]
+    for process in processes:
+        finish(process, tmp_path)
+    # Each loop once for each type: had two processes compiled, one file would be overwritten
+    # or there would be more.
+    for name in cpu._JITTED:
+        assert len(list(cache.rglob(f"cpu._{name}-*.nbc"))) == 2, name
