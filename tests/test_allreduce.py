@@ -396,7 +396,8 @@ def balanced(rank: Rank, counts: list[int]) -> tuple[Tensor, list[int], int]:
     transport = Transport(rank.group, torch.device("cpu"))
     numel = max(1, sum(counts))
     zeros = torch.zeros(numel)
-    step = Step(zeros, zeros, 1, State(), transport, Buffers(numel, zeros.dtype, zeros.device))
+    buffers = Buffers(numel, zeros.dtype, zeros.device)
+    step = Step(zeros, zeros, zeros, 1, State(), transport, buffers)
     start = sum(counts[: rank.rank])
     indices = torch.arange(start, start + counts[rank.rank], dtype=torch.int32)
     mine, after = balance(step, Entries(indices, indices.float()), counts)
@@ -417,6 +418,29 @@ def test_balance_moves_as_little_as_needed(ranks: Ranks, counts: list[int]) -> N
     assert all(after == sizes for _, after, _ in results)
     assert max(sizes) - min(sizes) <= 1
     assert sum(sent for _, _, sent in results) <= 8 * sum(counts)
+
+
+def crowd(rank: Rank) -> tuple[int, int]:
+    """Three steps with large values everywhere, then one with all of them in one region."""
+    numel, k = 20_000, 1000
+    reduce = oktopk.SparseAllreduce(oktopk.OkTopk(density=k / numel), numel, rank.group)
+    for step in range(3):
+        reduce(drifting(rank, step, numel))
+    gradient = torch.zeros(numel)
+    gradient[:k] = 1e6 + torch.arange(k)
+    reduce(gradient)
+    assert reduce.last is not None
+    return reduce.last.bytes_sent, reduce.last.selected_global
+
+
+def test_ok_topk_balances_a_crowded_region(ranks: Ranks) -> None:
+    """The crowded region's owner hands most of its entries on, instead of sending all to all."""
+    sent, applied = zip(*ranks.run(8, crowd), strict=True)
+    assert set(applied) == {1000}
+    entry = 8
+    unbalanced = 7 * 1000 * entry
+    assert max(sent) < unbalanced / 2
+    assert sum(sent) / 8 <= 6 * 1000 * 4 * 7 / 8 + 3072
 
 
 # --- ranks that fail -------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
         for pattern, numel, density, dtype in itertools.product(
             PATTERNS, numels, DENSITIES, DTYPES
         ):
-            yield Case(pattern, numel, density, dtype, steps=50 if pattern == "drifting" else 5)
+            steps = 50 if pattern == "drifting" and numel > 1000 else 4
+            yield Case(pattern, numel, density, dtype, steps)
         return
     for j, (pattern, numel) in enumerate(itertools.product(PATTERNS, numels)):
         turn = j + shift + j // len(numels)

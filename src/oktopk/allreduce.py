@@ -106,6 +106,7 @@ class SparseAllreduce:
         Args:
             gradient: flat and contiguous, of the size, type and device given at construction.
             out: where to put the result, for example `gradient` itself; new memory if None.
+                After an error its content is undefined.
         """
         self._check_tensor("gradient", gradient)
         if out is not None:
@@ -113,8 +114,12 @@ class SparseAllreduce:
         dense = self._state.step < self.algorithm.warmup_steps
         algorithm = self._dense if dense else self.algorithm
         self._transport.reset()
+        gradient = gradient.detach()
+        if out is None:
+            out = torch.empty_like(gradient)
         step = Step(
-            gradient.detach(),
+            gradient,
+            out,
             self._residual,
             algorithm.target(self.numel),
             dataclasses.replace(self._state),
@@ -124,11 +129,9 @@ class SparseAllreduce:
         reduced = algorithm.reduce(step)
         if not step.finite and self.nonfinite == "raise":
             raise NonFiniteGradientError(self._blame(step))
-        if out is None:
-            out = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         with step.time("apply"):
             if step.finite:
-                self._commit(step, reduced, out)
+                self._commit(step, reduced)
             else:
                 out.zero_()
                 self._state.step += 1
@@ -147,33 +150,39 @@ class SparseAllreduce:
             'high, an empty batch), or pass nonfinite="skip" to skip such steps'
         )
 
-    def _commit(self, step: Step, reduced: Entries | Tensor, out: Tensor) -> None:
+    def _commit(self, step: Step, reduced: Entries | Tensor) -> None:
         """Write the average to `out`, and take the step's residual and state for the next."""
-        size = self._transport.size
-        sums = reduced.values if isinstance(reduced, Entries) else reduced
-        averages = (sums / size).to(self.dtype)
         if isinstance(reduced, Entries):
-            out.zero_()
-            if averages.dtype == sums.dtype:
-                step.kernels.add_at(out, reduced.indices, averages)
+            averages = (reduced.values / self._transport.size).to(self.dtype)
+            step.out.zero_()
+            if averages.dtype == reduced.values.dtype:
+                step.kernels.add_at(step.out, reduced.indices, averages)
             else:
-                out[reduced.indices] = averages
+                step.out[reduced.indices] = averages
             self._residual, self._buffers.accumulated = step.accumulated, self._residual
+            self._keep_rounding(reduced.values, averages, reduced.indices)
+            step.state.clean = False
             step.state.sparse_steps += 1
         else:
-            out.copy_(averages)
-            self._residual.zero_()
-        if averages.dtype != sums.dtype:
-            # All ranks hold the same sums; each keeps the rounding errors of its own share.
-            count = sums.numel()
-            share = slice(
-                count * self._transport.rank // size, count * (self._transport.rank + 1) // size
-            )
-            errors = sums[share] - averages[share].to(sums.dtype) * size
-            where = reduced.indices[share] if isinstance(reduced, Entries) else share
-            self._residual[where] += errors
+            torch.div(reduced, self._transport.size, out=step.out)
+            if not step.state.clean:
+                self._residual.zero_()
+            step.state.clean = self._keep_rounding(reduced, step.out)
         self._state = step.state
         self._state.step += 1
+
+    def _keep_rounding(self, sums: Tensor, averages: Tensor, indices: Tensor | None = None) -> bool:
+        """What rounding averages to 16 bits costs goes into the residual; True if nothing.
+
+        All ranks hold the same sums; each keeps the errors of its own share of them.
+        """
+        if averages.dtype == sums.dtype:
+            return True
+        size, rank, count = self._transport.size, self._transport.rank, sums.numel()
+        share = slice(count * rank // size, count * (rank + 1) // size)
+        errors = sums[share] - averages[share].to(sums.dtype) * size
+        self._residual[share if indices is None else indices[share]] += errors
+        return False
 
     def _report(self, step: Step, reduced: Entries | Tensor) -> None:
         sparse = isinstance(reduced, Entries)
@@ -226,6 +235,7 @@ class SparseAllreduce:
             )
         self._residual.copy_(residual)
         self._state = State(
+            clean=not bool(self._residual.any()),
             step=int(state["step"]),
             sparse_steps=int(state["sparse_steps"]),
             local=Carried(float(state["local_threshold"]), float(state["local_trend"])),

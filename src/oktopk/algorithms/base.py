@@ -53,7 +53,8 @@ class Algorithm(ABC):
         """Sum over ranks what this step applies: entries, or a dense tensor.
 
         The sum is bitwise the same on every rank. `step.accumulated` is left as the residual
-        to keep, unless the result is dense: then all was applied and nothing is kept.
+        to keep, unless the result is dense: then all was applied and nothing is kept. Only a
+        dense sum may be in `step.out`; nothing else that outlives the step may be changed.
         """
 
     @abstractmethod
@@ -73,6 +74,8 @@ class State:
     """Threshold of this rank's own values."""
     total: Carried = field(default_factory=Carried)
     """Threshold of the sums over ranks, the same on every rank."""
+    clean: bool = True
+    """Whether the residual is known to be all zeros."""
     boundaries: tuple[int, ...] = ()
     """Region j is boundaries[j] to boundaries[j + 1]; empty before the first sparse step."""
 
@@ -97,6 +100,7 @@ class Step:
     def __init__(
         self,
         gradient: Tensor,
+        out: Tensor,
         residual: Tensor,
         target: int,
         state: State,
@@ -104,6 +108,7 @@ class Step:
         buffers: Buffers,
     ) -> None:
         self.gradient = gradient
+        self.out = out
         self.residual = residual
         self.target = target
         self.state = state
@@ -121,8 +126,9 @@ class Step:
     def accumulate(self, threshold: float) -> Entries:
         """accumulated = residual + gradient, and its entries that reach the threshold."""
         with self.time("accumulate"):
-            gradient = self.gradient.to(self.residual.dtype)
-            threshold = max(threshold, smallest(self.residual.dtype))
+            gradient, threshold = self.gradient, max(threshold, smallest(self.residual.dtype))
+            if gradient.dtype != self.residual.dtype:
+                gradient = self.accumulated.copy_(gradient)
             indices, values, self.finite = self.kernels.accumulate(
                 self.residual, gradient, self.accumulated, threshold
             )

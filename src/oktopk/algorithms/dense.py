@@ -15,8 +15,8 @@ from .base import Algorithm, Step
 class Dense(Algorithm):
     """Average every element.
 
-    1. Accumulate: acc = residual + gradient (the residual is zero, unless a sparse algorithm
-       left one).
+    1. Accumulate: acc = residual + gradient. The residual is zero, and the gradient is summed
+       in place, unless a sparse algorithm left one or the gradient has 16 bits.
     2. Allreduce acc. Everything is applied, nothing is kept.
 
     16-bit gradients are summed in float32.
@@ -29,12 +29,18 @@ class Dense(Algorithm):
         return numel
 
     def reduce(self, step: Step) -> Tensor:
-        step.accumulate(math.inf)
+        sums = step.accumulated
+        if step.state.clean and step.out.dtype == sums.dtype:
+            sums = step.out.copy_(step.gradient)  # nothing to do where they are the same
+        else:
+            step.accumulate(math.inf)
         with step.time("reduce"):
-            step.transport.all_reduce(step.accumulated)
-            # A NaN or Inf of any rank is one in the sum, the same on all.
-            step.finite = len(select(step.accumulated, math.inf)) == 0
-        return step.accumulated
+            step.transport.all_reduce(sums)
+            # A NaN or Inf of any rank is one in the sum, the same on all; and what is not finite
+            # makes the sum of all elements so, which is faster to see than to find.
+            if not math.isfinite(float(sums.sum())):
+                step.finite = len(select(sums, math.inf)) == 0
+        return sums
 
     def words(self, numel: int, size: int) -> float:
         """2n(P-1)/P"""

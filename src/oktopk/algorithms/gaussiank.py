@@ -53,8 +53,9 @@ class Gaussiank(Algorithm):
         scale = self.sigma_scale
         if scale is None:
             scale = NormalDist().inv_cdf(1 - self.density / 2)
-        # In float64: squares of large float32 values overflow.
-        norm = float(torch.linalg.vector_norm(acc, dtype=torch.float64))
+        norm = float(torch.linalg.vector_norm(acc))
+        if math.isinf(norm):  # squares of large float32 values overflow
+            norm = float(torch.linalg.vector_norm(acc, dtype=torch.float64))
         threshold = scale * norm / math.sqrt(acc.numel())
         entries = select(acc, threshold)
         for _ in range(_CORRECTIONS):

@@ -45,7 +45,7 @@ def accumulate(
 ) -> tuple[Tensor, Tensor, bool]:
     r, g, o = residual.numpy(), gradient.numpy(), out.numpy()
     bits, (limit, mask, infinity) = _bits(o), _limits(threshold, out.dtype)
-    loop = _compiled(out.dtype)["accumulate"]
+    loop = _compiled(out.dtype, index_dtype(out.numel()))["accumulate"]
     peaks = []
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
@@ -60,7 +60,7 @@ def accumulate(
 def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     d = dense.numpy()
     bits, (limit, mask, _) = _bits(d), _limits(threshold, dense.dtype)
-    loop = _compiled(dense.dtype)["select"]
+    loop = _compiled(dense.dtype, index_dtype(dense.numel()))["select"]
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
         return int(loop(d, bits, low, high, limit, mask, i, v))
