@@ -171,8 +171,8 @@ def check_counts(row: Row, steps: Steps) -> None:
             assert applied <= sum(offered), where
         else:
             assert applied <= row.applied[1] * k, where
-            # Where sums cancel there may be fewer; no pattern has more than one such entry.
-            assert applied >= min(row.applied[0] * k, max(offered)) - 1, where
+            # Fewer only where sums cancel to zero, which coarse bfloat16 values sometimes do.
+            assert applied >= 0.999 * min(row.applied[0] * k, max(offered)) - 1, where
 
 
 def check_bytes(name: str, case: Case, size: int, steps: Steps) -> None:

@@ -23,8 +23,8 @@ class Gaussiank(Algorithm):
     1. Accumulate, and fit a normal distribution with mean 0: sigma is the root mean square.
     2. Select |acc| >= sigma_scale * sigma.
     3. Up to four times: if that gave fewer than 2k/3 entries halve the threshold, if more than
-       4k/3 raise it by half, and select again. Too few are accepted in the end (gradients have
-       heavier tails than a normal distribution, so that happens); of too many, keep k.
+       4k/3 raise it by half (between two that were tried, take their geometric mean), and select
+       again. Too few are accepted in the end; of too many, the k largest are kept.
     4. Allgather and sum as TopkA does.
     5. Clear what was offered and applied from the residual.
     """
@@ -57,12 +57,15 @@ class Gaussiank(Algorithm):
         if math.isinf(norm):  # squares of large float32 values overflow
             norm = float(torch.linalg.vector_norm(acc, dtype=torch.float64))
         threshold = scale * norm / math.sqrt(acc.numel())
+        low, high = 0.0, math.inf
         entries = select(acc, threshold)
         for _ in range(_CORRECTIONS):
             if len(entries) < k * 2 / 3 and threshold > 0:
-                threshold *= 0.5
+                high = threshold
+                threshold = math.sqrt(low * high) if low else threshold * 0.5
             elif len(entries) > k * 4 / 3:
-                threshold *= 1.5
+                low = threshold
+                threshold = math.sqrt(low * high) if high < math.inf else threshold * 1.5
             else:
                 break
             entries = select(acc, threshold)
