@@ -213,6 +213,26 @@ def test_sixteen_bit_gradients_lose_nothing(ranks: Ranks, name: str, dtype: torc
     ranks.run(3, sixteen_bits, name, dtype)
 
 
+def overflow(rank: Rank, name: str) -> None:
+    """float32 residuals outgrow what float16 can hold, though every gradient fits."""
+    reduce = oktopk.SparseAllreduce(
+        oktopk.algorithm(name, density=0.1), 10, rank.group, dtype=torch.float16
+    )
+    gradient = torch.full((10,), 60000.0, dtype=torch.float16)
+    applied = torch.zeros(10, dtype=torch.float64)
+    for step in range(6):
+        applied += reduce(gradient).double() * rank.size
+        owed = reduce.residual.double()
+        dist.all_reduce(owed, group=rank.group)
+        expected = torch.full_like(owed, 60000.0 * rank.size * (step + 1))
+        torch.testing.assert_close(applied + owed, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_averages_beyond_float16_wait_in_the_residual(ranks: Ranks, name: str) -> None:
+    ranks.run(2, overflow, name)
+
+
 # --- bad input -------------------------------------------------------------------------------
 
 
@@ -305,7 +325,7 @@ def disagree(rank: Rank, different: dict[str, Any]) -> str:
         ({"dtype": torch.float64}, "dtype=torch.float64"),
         ({"algorithm": oktopk.OkTopk(density=0.03)}, "density=0.03"),
         ({"algorithm": oktopk.GTopk()}, "GTopk"),
-        ({"nonfinite": "skip"}, "nonfinite=skip"),
+        ({"nonfinite": "skip"}, "nonfinite='skip'"),
     ],
 )
 def test_ranks_that_disagree_all_say_so(
@@ -313,6 +333,43 @@ def test_ranks_that_disagree_all_say_so(
 ) -> None:
     for message in ranks.run(3, disagree, different):
         assert any("rank 1: " in line and named in line for line in message.splitlines())
+
+
+def one_bad_argument(rank: Rank) -> str:
+    with pytest.raises(ValueError, match="numel is 0") as error:
+        oktopk.SparseAllreduce(oktopk.OkTopk(), 0 if rank.rank == 1 else 10, rank.group)
+    return str(error.value)
+
+
+def test_one_rank_with_a_bad_argument_stops_all(ranks: Ranks) -> None:
+    messages = ranks.run(3, one_bad_argument)
+    assert messages[0] == messages[2]
+    assert "rank 1: ERROR numel is 0" in messages[0]
+
+
+def subgroup(rank: Rank) -> list[int] | None:
+    """A group whose ranks are not the global ones, and a process that is not in it."""
+    group = rank.odd_group
+    if rank.rank not in (1, 3):
+        with pytest.raises(ValueError, match="not a member of `group`"):
+            oktopk.SparseAllreduce(oktopk.OkTopk(), NUMEL, group)
+        return None
+    inside = Rank(dist.get_rank(group), 2, group)
+    counts = []
+    for name in NAMES:
+        reduce = oktopk.SparseAllreduce(oktopk.algorithm(name, density=0.02), NUMEL, group)
+        total = drifting(inside, 0) - reduce(drifting(inside, 0)) - reduce.residual
+        dist.all_reduce(total, group=group)
+        assert float(total.abs().max()) < 1e-3
+        assert reduce.last is not None
+        counts.append(reduce.last.selected_global)
+    return counts
+
+
+def test_any_group(ranks: Ranks) -> None:
+    outside, first, beyond, second = ranks.run(4, subgroup)
+    assert outside is beyond is None
+    assert first == second
 
 
 def nonfinite(rank: Rank, name: str, mode: str, bad: float, warmup_steps: int) -> str:
@@ -336,6 +393,8 @@ def nonfinite(rank: Rank, name: str, mode: str, bad: float, warmup_steps: int) -
             assert reduce.last is not None
             assert reduce.last.skipped
             assert reduce.last.selected_global == 0
+            numbers = reduce.last.as_dict()
+            assert all(math.isfinite(x) for x in numbers.values() if isinstance(x, float))
             reduce.load_state_dict(reduce.state_dict() | {"step": state["step"]})
         assert torch.equal(reduce.residual, before)
         # Had the bad gradient left any trace, the twin that never saw one would differ.
@@ -348,11 +407,46 @@ def nonfinite(rank: Rank, name: str, mode: str, bad: float, warmup_steps: int) -
 @pytest.mark.parametrize("mode", ["raise", "skip"])
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_and_inf(ranks: Ranks, name: str, mode: str, size: int) -> None:
-    for bad, warmup_steps in ((math.nan, 0), (-math.inf, 1)):
+    for bad, warmup_steps in ((math.nan, 0), (-math.nan, 0), (-math.inf, 1)):
         for said in ranks.run(size, nonfinite, name, mode, bad, warmup_steps):
             if mode == "raise":
                 assert f"gradient of rank {size - 1}." in said
                 assert 'nonfinite="skip"' in said
+
+
+def sums_overflow(rank: Rank, name: str, in_place: bool) -> str:
+    """Finite gradients whose sum is not, or a NaN that the result overwrites."""
+    reduce = oktopk.SparseAllreduce(oktopk.algorithm(name, density=0.2), 10, rank.group)
+    gradient = torch.ones(10)
+    gradient[3] = 3e38
+    if in_place and rank.rank == 1:
+        gradient[3] = math.nan
+    with pytest.raises(oktopk.NonFiniteGradientError) as error:
+        reduce(gradient, out=gradient if in_place else None)
+    assert not reduce.residual.any()
+    assert reduce(torch.ones(10)).any()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_that_overflow(ranks: Ranks, name: str) -> None:
+    for message in ranks.run(2, sums_overflow, name, False):
+        assert "in a sum over ranks" in message
+    for message in ranks.run(2, sums_overflow, name, True):
+        assert "gradient of rank 0" not in message
+
+
+def leaf(rank: Rank) -> None:
+    """Gradients and results that require gradients are used as plain memory."""
+    for algorithm in (oktopk.Dense(), oktopk.OkTopk(density=0.1)):
+        reduce = oktopk.SparseAllreduce(algorithm, NUMEL, rank.group)
+        gradient = drifting(rank, 0).requires_grad_(rank.rank == 0)
+        assert reduce(gradient, out=gradient) is gradient
+        assert int((gradient != 0).sum()) >= 500
+
+
+def test_tensors_that_require_gradients(ranks: Ranks) -> None:
+    ranks.run(2, leaf)
 
 
 # --- state -----------------------------------------------------------------------------------
@@ -369,9 +463,9 @@ def test_state_of_something_else_is_refused() -> None:
     assert all(isinstance(value, Tensor | int | float) for value in state.values())
 
 
-def take_state(rank: Rank) -> dict[str, Any]:
+def take_state(rank: Rank, steps: int) -> dict[str, Any]:
     reduce = oktopk.SparseAllreduce(oktopk.OkTopk(), NUMEL, rank.group)
-    for step in range(3):
+    for step in range(steps):
         reduce(drifting(rank, step))
     return reduce.state_dict()
 
@@ -385,8 +479,24 @@ def continue_with(rank: Rank, states: list[dict[str, Any]]) -> int:
 
 
 def test_boundaries_of_another_number_of_ranks_are_cut_anew(ranks: Ranks) -> None:
-    states = ranks.run(4, take_state)
+    states = ranks.run(4, take_state, 3)
     assert all(90 <= count <= 100 for count in ranks.run(3, continue_with, states))
+
+
+def load_another_step(rank: Rank, states: list[list[dict[str, Any]]]) -> str:
+    reduce = oktopk.SparseAllreduce(oktopk.OkTopk(), NUMEL, rank.group)
+    with pytest.raises(ValueError, match="ranks disagree: load the state of the same step") as e:
+        reduce.load_state_dict(states[rank.rank % 2][rank.rank])
+    assert not reduce.residual.any()
+    return str(e.value)
+
+
+def test_states_of_different_steps_are_refused(ranks: Ranks) -> None:
+    """A job that dies while its ranks are saving leaves such files."""
+    states = [ranks.run(3, take_state, steps) for steps in (3, 4)]
+    for message in ranks.run(3, load_another_step, states):
+        assert "rank 0: step=3" in message
+        assert "rank 1: step=4" in message
 
 
 # --- pieces ----------------------------------------------------------------------------------
@@ -443,6 +553,22 @@ def test_ok_topk_balances_a_crowded_region(ranks: Ranks) -> None:
     assert sum(sent) / 8 <= 6 * 1000 * 4 * 7 / 8 + 3072
 
 
+def test_gaussiank_does_not_stall_between_two_thresholds() -> None:
+    reduce = oktopk.SparseAllreduce(oktopk.Gaussiank(density=0.25), numel=8)
+    gradient = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0])
+    for _ in range(5):
+        assert reduce(gradient).count_nonzero() == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_leaps_over_the_whole_range_of_float64(name: str) -> None:
+    reduce = oktopk.SparseAllreduce(
+        oktopk.algorithm(name, density=0.1), numel=10, dtype=torch.float64
+    )
+    for scale in (1e200, 1e-200, 1e-200, 1e-200, 1e200, 5e-324):
+        assert reduce(torch.full((10,), scale, dtype=torch.float64)).any()
+
+
 # --- ranks that fail -------------------------------------------------------------------------
 
 
@@ -480,4 +606,4 @@ def test_a_lost_peer_is_an_error_within_the_timeout(name: str, how: str) -> None
         assert error is None, error
         message, seconds = result
         assert "another rank died or did not answer" in message
-        assert seconds < 2 * 8
+        assert seconds < 8 + 3

@@ -1,12 +1,13 @@
 """SparseAllreduce: the public call around an algorithm.
 
 It owns what belongs to one gradient on one rank (residual, thresholds, boundaries, counters),
-checks what comes in, and commits a step only when it has succeeded on all ranks.
+checks what comes in, and commits a step only when all of it has succeeded.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import torch
@@ -67,29 +68,23 @@ class SparseAllreduce:
         device: torch.device | str | None = None,
         nonfinite: str = "raise",
     ) -> None:
-        if not isinstance(algorithm, Algorithm):
-            raise ValueError(
-                f"algorithm is {algorithm!r}, but must be an algorithm such as "
-                'oktopk.OkTopk(density=0.02) or oktopk.algorithm("oktopk", density=0.02)'
-            )
-        if type(numel) is not int or numel < 1:
-            raise ValueError(f"numel is {numel!r}, but must be a whole number, at least 1")
-        if dtype not in _RESIDUAL_DTYPE:
-            raise ValueError(
-                f"dtype is {dtype}, but must be one of {', '.join(map(str, _RESIDUAL_DTYPE))}"
-            )
-        if nonfinite not in ("raise", "skip"):
-            raise ValueError(f'nonfinite is {nonfinite!r}, but must be "raise" or "skip"')
+        transport = Transport(group, device)
+        problem = _problem(algorithm, numel, dtype, nonfinite)
+        _check_agreement(
+            transport,
+            problem,
+            f"{numel=}, {dtype=}, {nonfinite=}, {algorithm=}",
+            "construct SparseAllreduce with the same arguments",
+        )
         self.algorithm = algorithm
         self.numel = numel
         self.dtype = dtype
-        self.device = _device(device, group)
+        self.device = transport.device
         self.nonfinite = nonfinite
         self.last: StepStats | None = None
         """Statistics of the last step; None before the first."""
         residual_dtype = _RESIDUAL_DTYPE[dtype]
-        self._transport = Transport(group, self.device)
-        self._check_agreement()
+        self._transport = transport
         self._residual = torch.zeros(numel, dtype=residual_dtype, device=self.device)
         self._buffers = Buffers(numel, residual_dtype, self.device)
         self._state = State()
@@ -114,12 +109,11 @@ class SparseAllreduce:
         dense = self._state.step < self.algorithm.warmup_steps
         algorithm = self._dense if dense else self.algorithm
         self._transport.reset()
-        gradient = gradient.detach()
         if out is None:
-            out = torch.empty_like(gradient)
+            out = torch.empty_like(gradient, requires_grad=False)
         step = Step(
-            gradient,
-            out,
+            gradient.detach(),
+            out.detach(),
             self._residual,
             algorithm.target(self.numel),
             dataclasses.replace(self._state),
@@ -127,6 +121,9 @@ class SparseAllreduce:
             self._buffers,
         )
         reduced = algorithm.reduce(step)
+        if isinstance(reduced, Entries):
+            # Finite values may have sums that are not: the same on every rank.
+            step.finite = step.finite and bool(torch.isfinite(reduced.values).all())
         if not step.finite and self.nonfinite == "raise":
             raise NonFiniteGradientError(self._blame(step))
         with step.time("apply"):
@@ -140,20 +137,21 @@ class SparseAllreduce:
 
     def _blame(self, step: Step) -> str:
         """Which ranks had a NaN or Inf. All ranks ask together, since all know that one had."""
-        finite = bool(torch.isfinite(step.gradient).all())
+        overwritten = step.out.data_ptr() == step.gradient.data_ptr()
+        finite = overwritten or bool(torch.isfinite(step.gradient).all())
         table = self._transport.trade_numbers([[finite]] * self._transport.size)
         bad = [str(rank) for rank, (finite,) in enumerate(table) if not finite]
+        where = f"the gradient of rank {', '.join(bad)}" if bad else "a sum over ranks"
         return (
-            f"step {self._state.step}: "
-            + (f"NaN or Inf in the gradient of rank {', '.join(bad)}" if bad else "sums overflow")
-            + ". No rank's residual has changed. Find where it comes from (a learning rate too "
-            'high, an empty batch), or pass nonfinite="skip" to skip such steps'
+            f"step {self._state.step}: NaN or Inf in {where}. No rank's residual has changed. Find "
+            "where it comes from (a learning rate too high, an empty batch, values near the "
+            'largest of their type), or pass nonfinite="skip" to skip such steps'
         )
 
     def _commit(self, step: Step, reduced: Entries | Tensor) -> None:
         """Write the average to `out`, and take the step's residual and state for the next."""
         if isinstance(reduced, Entries):
-            averages = (reduced.values / self._transport.size).to(self.dtype)
+            averages = self._round(reduced.values / self._transport.size)
             step.out.zero_()
             if averages.dtype == reduced.values.dtype:
                 step.kernels.add_at(step.out, reduced.indices, averages)
@@ -164,25 +162,35 @@ class SparseAllreduce:
             step.state.clean = False
             step.state.sparse_steps += 1
         else:
-            torch.div(reduced, self._transport.size, out=step.out)
             if not step.state.clean:
                 self._residual.zero_()
-            step.state.clean = self._keep_rounding(reduced, step.out)
+            if step.out.dtype == reduced.dtype:
+                torch.div(reduced, self._transport.size, out=step.out)
+            else:
+                step.out.copy_(self._round(reduced / self._transport.size))
+                self._keep_rounding(reduced, step.out)
+            step.state.clean = step.out.dtype == reduced.dtype
         self._state = step.state
         self._state.step += 1
 
-    def _keep_rounding(self, sums: Tensor, averages: Tensor, indices: Tensor | None = None) -> bool:
-        """What rounding averages to 16 bits costs goes into the residual; True if nothing.
+    def _round(self, averages: Tensor) -> Tensor:
+        """In the gradient's type; what float16 cannot hold waits in the residual."""
+        if averages.dtype == self.dtype:
+            return averages
+        limit = torch.finfo(self.dtype).max
+        return averages.clamp(-limit, limit).to(self.dtype)
+
+    def _keep_rounding(self, sums: Tensor, averages: Tensor, indices: Tensor | None = None) -> None:
+        """What rounding averages to 16 bits costs goes into the residual.
 
         All ranks hold the same sums; each keeps the errors of its own share of them.
         """
         if averages.dtype == sums.dtype:
-            return True
+            return
         size, rank, count = self._transport.size, self._transport.rank, sums.numel()
         share = slice(count * rank // size, count * (rank + 1) // size)
         errors = sums[share] - averages[share].to(sums.dtype) * size
         self._residual[share if indices is None else indices[share]] += errors
-        return False
 
     def _report(self, step: Step, reduced: Entries | Tensor) -> None:
         sparse = isinstance(reduced, Entries)
@@ -198,8 +206,8 @@ class SparseAllreduce:
             bytes_received=self._transport.bytes_received,
             messages=self._transport.messages,
             seconds=step.time.seconds,
-            local_threshold=step.local_threshold,
-            global_threshold=step.global_threshold,
+            local_threshold=step.local_threshold if step.finite else 0.0,
+            global_threshold=step.global_threshold if step.finite else 0.0,
             skipped=not step.finite,
         )
 
@@ -218,22 +226,22 @@ class SparseAllreduce:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken. Boundaries of another number of ranks are left out,
-        and cut anew in the next step."""
-        mine = self.state_dict()
-        if state.keys() != mine.keys():
-            raise ValueError(
-                f"this is not the state of a SparseAllreduce: it has {sorted(state)}, but must "
-                f"have {sorted(mine)}"
+        """Continue where the state was taken.
+
+        Collective: all ranks load together, each its own state, of the same step; an error on
+        every rank says so if one does not. Boundaries of another number of ranks are left out,
+        and cut anew in the next step.
+        """
+        problem, common = self._problem_of(state), ""
+        if not problem:
+            common = ", ".join(
+                f"{key}={state[key]}"
+                for key in ("step", "sparse_steps", "global_threshold", "global_trend")
             )
-        residual, boundaries = state["residual"], state["boundaries"].tolist()
-        if residual.shape != self._residual.shape or residual.dtype != self._residual.dtype:
-            raise ValueError(
-                f"the state's residual has {residual.numel()} elements of {residual.dtype}, this "
-                f"reduction {self.numel} of {self._residual.dtype}: load it into one constructed "
-                "with the same numel and dtype"
-            )
-        self._residual.copy_(residual)
+            boundaries = state["boundaries"].tolist()
+            common += f", crc32 of boundaries={zlib.crc32(str(boundaries).encode())}"
+        _check_agreement(self._transport, problem, common, "load the state of the same step")
+        self._residual.copy_(state["residual"])
         self._state = State(
             clean=not bool(self._residual.any()),
             step=int(state["step"]),
@@ -242,6 +250,23 @@ class SparseAllreduce:
             total=Carried(float(state["global_threshold"]), float(state["global_trend"])),
             boundaries=tuple(boundaries) if len(boundaries) == self._transport.size + 1 else (),
         )
+
+    def _problem_of(self, state: dict[str, Any]) -> str | None:
+        """Why a state does not fit, and what to do."""
+        expected = self.state_dict().keys()
+        if state.keys() != expected:
+            return (
+                f"this is not the state of a SparseAllreduce: it has {sorted(state)}, but must "
+                f"have {sorted(expected)}"
+            )
+        residual = state["residual"]
+        if residual.shape != self._residual.shape or residual.dtype != self._residual.dtype:
+            return (
+                f"the state's residual has {residual.numel()} elements of {residual.dtype}, this "
+                f"reduction {self.numel} of {self._residual.dtype}: load it into one constructed "
+                "with the same numel and dtype"
+            )
+        return None
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         if tensor.shape != (self.numel,):
@@ -263,29 +288,35 @@ class SparseAllreduce:
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
 
-    def _check_agreement(self) -> None:
-        """One small allgather, so that ranks that differ fail at once instead of hanging later."""
-        text = (
-            f"numel={self.numel}, dtype={self.dtype}, nonfinite={self.nonfinite}, "
-            f"algorithm={self.algorithm}"
+
+def _problem(algorithm: Algorithm, numel: int, dtype: torch.dtype, nonfinite: str) -> str | None:
+    """What is wrong with the arguments, and how to mend it."""
+    if not isinstance(algorithm, Algorithm):
+        return (
+            f"algorithm is {algorithm!r}, but must be an algorithm such as "
+            'oktopk.OkTopk(density=0.02) or oktopk.algorithm("oktopk", density=0.02)'
         )
-        encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
-        texts = [
-            bytes(other.tolist()).decode(errors="replace").strip()
-            for other in self._transport.all_gather(mine)
-        ]
-        if len(set(texts)) > 1:
-            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-            raise ValueError(
-                "ranks disagree: construct SparseAllreduce with the same arguments on every "
-                "rank of the group\n" + "\n".join(lines)
-            )
+    if type(numel) is not int or numel < 1:
+        return f"numel is {numel!r}, but must be a whole number, at least 1"
+    if dtype not in _RESIDUAL_DTYPE:
+        return f"dtype is {dtype}, but must be one of {', '.join(map(str, _RESIDUAL_DTYPE))}"
+    if nonfinite not in ("raise", "skip"):
+        return f'nonfinite is {nonfinite!r}, but must be "raise" or "skip"'
+    return None
 
 
-def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
-    """The device, with its index, as tensors on it report it."""
-    if device is None:
-        grouped = dist.is_available() and dist.is_initialized()
-        device = "cuda" if grouped and dist.get_backend(group) == "nccl" else "cpu"
-    return torch.empty(0, device=device).device
+def _check_agreement(transport: Transport, problem: str | None, mine: str, fix: str) -> None:
+    """One small allgather, so that ranks that are wrong or differ fail at once, all of them,
+    instead of hanging or going apart later."""
+    text = f"ERROR {problem}" if problem else mine
+    encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+    message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(transport.device)
+    texts = [
+        bytes(other.tolist()).decode(errors="replace").strip()
+        for other in transport.all_gather(message)
+    ]
+    if problem:
+        raise ValueError(problem)
+    if len(set(texts)) > 1:
+        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+        raise ValueError(f"ranks disagree: {fix} on every rank\n" + "\n".join(lines))

@@ -26,22 +26,27 @@ class PeerError(RuntimeError):
 class Transport:
     """A process group seen from one rank. Without torch.distributed: a group of one."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device | str | None = None
+    ) -> None:
         self.group = group
-        self.device = device
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
                 raise ValueError(
-                    "this rank is not a member of `group`: construct SparseAllreduce only on "
-                    "the ranks of the group"
+                    f"global rank {dist.get_rank()} is not a member of `group`: construct "
+                    "SparseAllreduce only on the ranks of the group"
                 )
+            if device is None:
+                device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not "
                 "initialised: call torch.distributed.init_process_group() first"
             )
+        # With its index, as tensors on it report it.
+        self.device = torch.empty(0, device=device or "cpu").device
         self.reset()
 
     def reset(self) -> None:
@@ -77,7 +82,7 @@ class Transport:
         self._count(share, share)
         with self.peers("an all-to-all"):
             dist.all_to_all_single(theirs, mine, group=self.group)
-        traded: list[list[int]] = theirs.tolist()
+            traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
         return traded
 
     def exchange(
@@ -147,9 +152,10 @@ class Transport:
         except RuntimeError as error:
             raise PeerError(
                 f"rank {self.rank} of {self.size}: {action} failed, because another rank died or "
-                "did not answer within the group's timeout. This step was not applied and the "
-                "residual is as it was before. Find the rank that failed first in the logs of "
-                f"the job, and restart from the last checkpoint. The backend said: {error}"
+                "did not answer within the group's timeout. On this rank nothing was applied and "
+                "the residual is as it was before; others may have completed the step. Find the "
+                "rank that failed first in the logs of the job, and restart all from the last "
+                f"checkpoint. The backend said: {error}"
             ) from error
 
 

@@ -24,7 +24,8 @@ class Gaussiank(Algorithm):
     2. Select |acc| >= sigma_scale * sigma.
     3. Up to four times: if that gave fewer than 2k/3 entries halve the threshold, if more than
        4k/3 raise it by half (between two that were tried, take their geometric mean), and select
-       again. Too few are accepted in the end; of too many, the k largest are kept.
+       again. Of too many in the end, the k largest are kept; too few are accepted, unless
+       another threshold had given too many.
     4. Allgather and sum as TopkA does.
     5. Clear what was offered and applied from the residual.
     """
@@ -54,9 +55,10 @@ class Gaussiank(Algorithm):
         if scale is None:
             scale = NormalDist().inv_cdf(1 - self.density / 2)
         norm = float(torch.linalg.vector_norm(acc))
-        if math.isinf(norm):  # squares of large float32 values overflow
-            norm = float(torch.linalg.vector_norm(acc, dtype=torch.float64))
-        threshold = scale * norm / math.sqrt(acc.numel())
+        if math.isinf(norm):  # squares of large values overflow
+            largest = float(torch.linalg.vector_norm(acc, math.inf))
+            norm = largest * float(torch.linalg.vector_norm(acc / largest))
+        threshold = scale * norm / math.sqrt(acc.numel()) if k < acc.numel() else 0.0
         low, high = 0.0, math.inf
         entries = select(acc, threshold)
         for _ in range(_CORRECTIONS):
@@ -69,6 +71,8 @@ class Gaussiank(Algorithm):
             else:
                 break
             entries = select(acc, threshold)
+        if len(entries) < k * 2 / 3 and low:
+            entries = select(acc, low)
         if len(entries) > k * 4 / 3:
             entries, threshold = keep_largest(entries, k)
         step.selected_local, step.local_threshold = len(entries), threshold

@@ -50,6 +50,8 @@ class GTopk(Algorithm):
                     mine = self._unpack(step, message)
                 elif rank % (2 * distance) == 0 and rank + distance < size:
                     transport.send(self._pack(step, mine), rank + distance)
+        if len(mine):
+            step.global_threshold = float(mine.values.abs().min())
         return mine
 
     def _merge(self, step: Step, mine: Entries, theirs: Entries) -> Entries:
@@ -58,7 +60,7 @@ class GTopk(Algorithm):
         total = Entries(*merge(mine.indices, mine.values, theirs.indices, theirs.values))
         if len(total) <= step.target:
             return total
-        kept, step.global_threshold = keep_largest(total, step.target)
+        kept, _ = keep_largest(total, step.target)
         # total - kept is exactly zero where an entry was kept.
         dropped = merge(total.indices, total.values, kept.indices, -kept.values)
         step.kernels.add_at(step.accumulated, *dropped)

@@ -151,7 +151,10 @@ def _compact(
     """
     room: tuple[Tensor, Tensor] | None = getattr(_room, str(dtype), None)
     if room is None or room[0].numel() < numel or room[0].dtype != index_dtype(numel):
-        room = torch.empty(numel, dtype=index_dtype(numel)), torch.empty(numel, dtype=dtype)
+        room = (
+            torch.empty(numel, dtype=index_dtype(numel), device="cpu"),
+            torch.empty(numel, dtype=dtype, device="cpu"),
+        )
     indices, values = room
     i, v = indices.numpy(), values.numpy()
     chunks = _chunks(numel)
@@ -164,15 +167,16 @@ def _compact(
 
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()
+_compile_lock = threading.Lock()
 
 
-def _forget_pool() -> None:
+def _forget_threads() -> None:
     """A forked child has none of its parent's threads, and perhaps a lock held by one."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    global _pool, _pool_lock, _compile_lock
+    _pool, _pool_lock, _compile_lock = None, threading.Lock(), threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_pool)
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def _parallel(run: Callable[[int, int], _Result], chunks: list[tuple[int, int]]) -> list[_Result]:
@@ -316,7 +320,6 @@ _JITTED = {
     }.items()
 }
 _ready: set[tuple[torch.dtype, torch.dtype]] = set()
-_compile_lock = threading.Lock()
 
 
 def _compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[str, Any]:
@@ -332,8 +335,8 @@ def _compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[st
 
 def _compile(dtype: torch.dtype, indices: torch.dtype) -> None:
     """Call each loop once on nothing; numba compiles it or loads it from its cache."""
-    v = torch.empty(0, dtype=dtype).numpy()
-    i = torch.empty(0, dtype=indices).numpy()
+    v = torch.empty(0, dtype=dtype, device="cpu").numpy()
+    i = torch.empty(0, dtype=indices, device="cpu").numpy()
     bits, (limit, mask, _) = _bits(v), _limits(0.0, dtype)
     _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, i, v)
     _JITTED["select"](v, bits, 0, 0, limit, mask, i, v)
@@ -347,13 +350,12 @@ def _compile(dtype: torch.dtype, indices: torch.dtype) -> None:
 @contextlib.contextmanager
 def _file_lock() -> Iterator[None]:
     """One process at a time, where a lock file can be had; numba's cache is not safe alone."""
-    folder = getattr(_JITTED["accumulate"].stats, "cache_path", None)
-    try:
-        os.makedirs(folder or "", exist_ok=True)
-        file = open(os.path.join(folder or "", "oktopk.lock"), "w")  # noqa: SIM115
-    except OSError:
-        yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        folder = getattr(_JITTED["accumulate"].stats, "cache_path", None)
+        # No cache, a folder that cannot be written to, a file system without locks: no lock.
+        with contextlib.suppress(OSError):
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+                file = stack.enter_context(open(os.path.join(folder, "oktopk.lock"), "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -28,8 +28,8 @@ def magnitude(values: Tensor) -> Tensor:
 
 
 def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
-    """`threshold` (not negative) rounded to `dtype`, as an integer to compare magnitudes with."""
-    return int(torch.tensor(threshold, dtype=dtype).view(_BITS[dtype]))
+    """|threshold| rounded to `dtype`, as an integer to compare magnitudes with."""
+    return int(magnitude(torch.tensor(threshold, dtype=dtype, device="cpu")))
 
 
 def accumulate(
