@@ -7,7 +7,8 @@ large values change from step to step, so thresholds are never right for long.
 columns
   ms           median time of a step, the slowest rank
   / dense      ms over the ms of torch.distributed.all_reduce of the same tensor in this run
-  bytes        bytes that a rank sends in a step, mean over ranks and steps
+  bytes        bytes that a rank sends in a step, mean over ranks and steps (float32, so that a
+               word is 4 bytes)
   x bound      the same in words over 2k(P-1)/P, the least that any algorithm must send
   count/k      applied entries over k, mean over steps
   off          mean of |applied entries / k - 1|
@@ -34,7 +35,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 import oktopk
-from common import heavy_tailed, table
+from common import density, heavy_tailed, positive, table
 from oktopk.stats import STAGES
 
 
@@ -42,17 +43,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--numel", type=int, default=27_569_568, help="elements (27,569,568)")
-    parser.add_argument("--density", type=float, default=0.02, help="share that is sent (0.02)")
-    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, P (4)")
-    parser.add_argument("--steps", type=int, default=16, help="steps that are measured (16)")
-    parser.add_argument("--skip", type=int, default=6, help="steps before, not measured (6)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each rank (1)")
+    parser.add_argument("--numel", type=positive, default=27_569_568, help="elements (27,569,568)")
+    parser.add_argument("--density", type=density, default=0.02, help="share that is sent (0.02)")
+    parser.add_argument("--ranks", type=positive, default=4, help="number of local ranks, P (4)")
+    parser.add_argument("--steps", type=positive, default=16, help="steps that are measured (16)")
+    parser.add_argument("--skip", type=positive, default=10, help="steps before, unmeasured (10)")
+    parser.add_argument("--threads", type=positive, default=1, help="threads of each rank (1)")
     parser.add_argument(
         "--algorithms", nargs="+", default=oktopk.names(), metavar="NAME", help="(all)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
+    args.algorithms = list(dict.fromkeys(args.algorithms))
     try:
         for name in args.algorithms:
             oktopk.algorithm(name, density=args.density)
@@ -134,7 +136,7 @@ def baseline(raw: list[float], args: argparse.Namespace) -> dict[str, Any]:
         "ms": statistics.median(raw),
         "/ dense": 1.0,
         "bytes": round(2 * 4 * args.numel * (args.ranks - 1) / args.ranks),
-        "x bound": args.numel / k,
+        "x bound": args.numel / k if args.ranks > 1 else 0.0,
         "count/k": args.numel / k,
         "off": args.numel / k - 1,
     } | dict.fromkeys(STAGES, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +16,22 @@ def heavy_tailed(numel: int, seed: int) -> Tensor:
     """Values whose tails are far heavier than a normal distribution's, like a gradient's."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=random) * torch.randn(numel, generator=random).exp_()
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value
+
+
+def density(text: str) -> float:
+    """An argparse type: a share above 0 and at most 1."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
 
 
 def median_ms(job: Callable[[], Any], repeats: int) -> float:

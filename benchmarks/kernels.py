@@ -11,7 +11,7 @@ import json
 
 import torch
 
-from common import heavy_tailed, median_ms, table
+from common import density, heavy_tailed, median_ms, positive, table
 from oktopk.kernels import for_device
 from oktopk.select import kth_largest
 
@@ -20,10 +20,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--numel", type=int, default=27_569_568, help="elements of the gradient")
-    parser.add_argument("--density", type=float, default=0.02, help="share that is selected")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=11, help="runs that the median is of")
+    parser.add_argument(
+        "--numel", type=positive, default=27_569_568, help="elements of the gradient"
+    )
+    parser.add_argument("--density", type=density, default=0.02, help="share that is selected")
+    parser.add_argument(
+        "--threads", type=positive, default=torch.get_num_threads(), help="threads to use"
+    )
+    parser.add_argument("--repeats", type=positive, default=11, help="runs that the median is of")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

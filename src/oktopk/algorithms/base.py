@@ -149,11 +149,11 @@ class Step:
         return self.trade([count] * self.transport.size)
 
     def offer(self, exact: bool) -> Entries:
-        """Accumulate, and select k entries of this rank: the k largest, or 0.9 k of them.
+        """Accumulate, and select the k largest entries of this rank, or at least 0.9 k of them.
 
         One pass finds the candidates, by the carried threshold; the k largest are picked from
-        them. Only where there are too few candidates (fewer than 0.9 k, or fewer than aimed at
-        if `exact`), all elements are looked at again for the exact threshold.
+        them. Only where there are too few candidates (fewer than k if `exact`, else fewer than
+        0.9 k), all elements are looked at again for the exact threshold.
         """
         k, numel, threshold = self.target, self.accumulated.numel(), self.state.local.value
         if k == numel:
@@ -161,7 +161,7 @@ class Step:
         wanted = aim(k, numel)
         candidates = self.accumulate(threshold)
         with self.time("select"):
-            if len(candidates) < (wanted if exact else (1 - TOLERANCE) * k) and threshold > 0:
+            if len(candidates) < (k if exact else (1 - TOLERANCE) * k) and threshold > 0:
                 threshold, _ = kth_largest(self.accumulated, wanted)
                 candidates = select(self.accumulated, threshold)
             entries, self.local_threshold, right = keep_from(candidates, threshold, k, wanted)

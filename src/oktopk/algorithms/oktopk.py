@@ -27,7 +27,7 @@ class OkTopk(Algorithm):
     1. Accumulate: acc = residual + gradient.
     2. Select the k largest of this rank, by a threshold carried from step to step: it is
        forecast so that somewhat more than k candidates reach it, and the k largest are picked
-       from those. Every `threshold_interval` sparse steps it is evaluated anew if fewer do.
+       from those. Every `threshold_interval` sparse steps it is made certain that they are.
     3. Regions: every `region_interval` sparse steps each rank cuts its entries into P parts of
        equal count, and the cuts are averaged over ranks. Region j belongs to rank j.
     4. Split and reduce: entries go to their region's owner, who sums them.
@@ -85,6 +85,8 @@ class OkTopk(Algorithm):
             candidates = select_region(step, region, low, threshold)
             counts = step.share(len(candidates))
             # Counts are the same everywhere, so all ranks take the same way.
+            # Where ranks select the same entries there never are as many as aimed at, and the
+            # forecast falls in vain: exact steps end that.
             needed = wanted if exact else (1 - TOLERANCE) * k
             too_few = sum(counts) < needed and threshold > 0
             if too_few or sum(counts) > _MANY * k:
