@@ -6,7 +6,7 @@ large values change from step to step, so thresholds are never right for long.
 
 columns
   ms           median time of a step, the slowest rank
-  / dense      ms over the ms of torch.distributed.all_reduce of the same tensor in this run
+  / dense      ms over the ms of the torch.distributed.all_reduce calls between its steps
   bytes        bytes that a rank sends in a step, mean over ranks and steps (float32, so that a
                word is 4 bytes)
   x bound      the same in words over 2k(P-1)/P, the least that any algorithm must send
@@ -82,14 +82,14 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
     noise = [heavy_tailed(args.numel, seed=4 * rank + j) for j in range(2)]
     gradient = torch.empty(args.numel)
-    raw: list[float] = []
     records: dict[str, list[oktopk.StepStats]] = {}
     times: dict[str, list[float]] = {}
+    raw: dict[str, list[float]] = {}
     for name in args.algorithms:
         reduce = oktopk.SparseAllreduce(
             oktopk.algorithm(name, density=args.density), numel=args.numel
         )
-        records[name], times[name] = [], []
+        records[name], times[name], raw[name] = [], [], []
         for step in range(args.skip + args.steps):
             progress(rank, f"{name}: step {step + 1} of {args.skip + args.steps}")
             drifting(noise, step, out=gradient)
@@ -100,10 +100,10 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
                 assert reduce.last is not None
                 records[name].append(reduce.last)
                 times[name].append(sparse_ms)
-                raw.append(raw_ms)
+                raw[name].append(raw_ms)
     progress(rank, "")
-    rows = [baseline(raw, args)]
-    rows += [summary(name, times[name], raw, records[name], args) for name in args.algorithms]
+    rows = [baseline([ms for each in raw.values() for ms in each], args)]
+    rows += [summary(name, times[name], raw[name], records[name], args) for name in args.algorithms]
     if rank == 0:
         with open(os.path.join(folder, "rows.json"), "w") as file:
             json.dump(rows, file)
