@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ranks import Rank
+
 Pattern = Callable[[int, int, int, int], Tensor]
 """(rank, size, numel, step) -> float64 gradient"""
 
@@ -68,3 +70,8 @@ PATTERNS: dict[str, Pattern] = {
         ascending,
     )
 }
+
+
+def drifting_on(rank: Rank, step: int, numel: int) -> Tensor:
+    """The drifting gradient of a rank, in float32."""
+    return drifting(rank.rank, rank.size, numel, step).float()
