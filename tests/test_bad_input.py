@@ -231,6 +231,9 @@ def leaf(rank: Rank) -> None:
         gradient = drifting_on(rank, 0, NUMEL).requires_grad_(rank.rank == 0)
         assert reduce(gradient, out=gradient) is gradient
         assert int((gradient != 0).sum()) >= 500
+        skipping = oktopk.SparseAllreduce(algorithm, 2, rank.group, nonfinite="skip")
+        poisoned = torch.tensor([1.0, math.nan], requires_grad=rank.rank == 0)
+        assert not skipping(poisoned, out=poisoned).any()
 
 
 def test_tensors_that_require_gradients(ranks: Ranks) -> None:

@@ -130,7 +130,7 @@ class SparseAllreduce:
             if step.finite:
                 self._commit(step, reduced)
             else:
-                out.zero_()
+                step.out.zero_()
                 self._state.step += 1
         self._report(step, reduced)
         return out

@@ -67,7 +67,7 @@ def keep_from(
 
     Returns:
         The entries: all candidates if they are not more than k.
-        The smallest magnitude among them.
+        A magnitude that they all reach, and no candidate left out exceeds.
         The threshold that would have selected `wanted` candidates.
     """
     right = threshold * float((max(1, len(candidates)) / wanted) ** _SHORT)

@@ -34,9 +34,9 @@ class StepStats:
     seconds: dict[str, float]
     """Seconds of each stage. Where one pass accumulates and selects, it counts as accumulate."""
     local_threshold: float
-    """Smallest magnitude that this rank offered in this step; 0 on dense steps."""
+    """Magnitude that all entries this rank offered reach; 0 on dense steps."""
     global_threshold: float
-    """Smallest magnitude of a sum over ranks that was applied; 0 where there is no such limit."""
+    """Magnitude that all applied sums over ranks reach; 0 where there is no such limit."""
     skipped: bool = False
     """True if some rank had a NaN or Inf and the step was skipped (`nonfinite="skip"`)."""
 

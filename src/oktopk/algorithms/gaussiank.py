@@ -64,10 +64,11 @@ class Gaussiank(Algorithm):
         for _ in range(_CORRECTIONS):
             if len(entries) < k * 2 / 3 and threshold > 0:
                 high = threshold
-                threshold = math.sqrt(low * high) if low else threshold * 0.5
+                threshold = math.sqrt(low) * math.sqrt(high) if low else threshold * 0.5
             elif len(entries) > k * 4 / 3:
                 low = threshold
-                threshold = math.sqrt(low * high) if high < math.inf else threshold * 1.5
+                finite = high < math.inf
+                threshold = math.sqrt(low) * math.sqrt(high) if finite else threshold * 1.5
             else:
                 break
             entries = select(acc, threshold)
