@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from common import density, heavy_tailed, positive, table
-from oktopk.select import Carried, aim, is_due, kth_largest
+from oktopk.algorithms.oktopk import MANY
+from oktopk.select import TOLERANCE, Carried, aim, is_due, keep_from, kth_largest, select
 
-MANY = 1.5
 Gradients = Callable[[int, int, Tensor, Tensor], Tensor]
 """(step, numel, fresh noise, noise that stays the same) -> gradient"""
 
@@ -64,25 +64,24 @@ class Rule:
         self.off = 0
         self.counts: list[float] = []
 
-    def select(self, magnitudes: Tensor, step: int) -> float:
+    def select(self, values: Tensor, step: int) -> float:
         """The threshold of the k values to take in this step."""
-        tried = self.carried.value
-        count = int((magnitudes >= tried).sum())
-        off = not 0.9 * self.k <= count <= self.most * self.k
+        threshold = self.carried.value
+        candidates = select(values, threshold)
+        off = not (1 - TOLERANCE) * self.k <= len(candidates) <= self.most * self.k
         if step >= 40:
-            self.counts.append(min(count, magnitudes.numel()) / self.k)
+            self.counts.append(len(candidates) / self.k)
             self.off += off
+        if off or (is_due(step, 32) and len(candidates) < self.aim):
+            threshold, _ = kth_largest(values, self.aim)
+            candidates = select(values, threshold)
         if self.name == "forecast":
-            right = tried * (max(1, count) / self.aim) ** 0.05
-            if off or count >= self.aim or is_due(step, 32):
-                right, _ = kth_largest(magnitudes, self.aim)
+            _, taken, right = keep_from(candidates, threshold, self.k, self.aim)
             self.carried = self.carried.after(right)
-            return kth_largest(magnitudes, self.k)[0] if off or count > self.k else tried
-        used = kth_largest(magnitudes, self.k)[0] if off or is_due(step, 32) else tried
-        taken = int((magnitudes >= used).sum())
-        change = (taken / self.k) ** 0.1 if self.name == "corrected" else 1.0
-        self.carried = Carried(used * change)
-        return used
+            return taken
+        change = (len(candidates) / self.k) ** 0.1 if self.name == "corrected" else 1.0
+        self.carried = Carried(threshold * change)
+        return threshold
 
 
 def simulate(
@@ -99,10 +98,10 @@ def simulate(
         for rank in range(ranks):
             fresh = heavy_tailed(numel, seed=1000 * rank + step + 100)
             residuals[rank] += gradients(step, numel, fresh, same[rank])
-            magnitudes = residuals[rank].abs()
-            offered.append(magnitudes >= local[rank].select(magnitudes, step))
+            threshold = local[rank].select(residuals[rank], step)
+            offered.append(residuals[rank].abs() >= threshold)
             sums += residuals[rank] * offered[rank]
-        applied = sums.abs() >= total.select(sums.abs(), step)
+        applied = sums.abs() >= total.select(sums, step)
         for residual, mine in zip(residuals, offered, strict=True):
             residual[applied & mine] = 0
     measured = len(total.counts)

@@ -280,6 +280,35 @@ def test_states_of_different_steps_are_refused(ranks: Ranks) -> None:
 # --- pieces ----------------------------------------------------------------------------------
 
 
+def exchanged(rank: Rank, in_flight: int) -> list[tuple[int, list[int]]]:
+    """Rank i sends i + j bytes of value i to rank j; rank 0 sends nothing to itself or rank 1."""
+    transport = Transport(rank.group)
+
+    def size(source: int, target: int) -> int:
+        return 0 if source == 0 and target < 2 else source + target
+
+    outgoing = [
+        torch.full((size(rank.rank, target),), rank.rank, dtype=torch.uint8)
+        for target in range(rank.size)
+    ]
+    sizes = [size(source, rank.rank) for source in range(rank.size)]
+    arrivals = transport.exchange(outgoing, sizes, in_flight)
+    others = sum(size(rank.rank, t) > 0 for t in range(rank.size) if t != rank.rank)
+    started = transport.messages
+    received = [(source, message.tolist()) for source, message in arrivals]
+    assert min(in_flight, others) - 1 <= started <= in_flight, "nothing travels while we work"
+    assert transport.messages == others
+    return received
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 9])
+def test_exchange_rotates_and_starts_at_once(ranks: Ranks, in_flight: int) -> None:
+    for rank, received in enumerate(ranks.run(5, exchanged, in_flight)):
+        sources = [(rank - s) % 5 for s in range(1, 5)]
+        expected = [s for s in sources if not (s == 0 and rank == 1)]
+        assert received == [(source, [source] * (source + rank)) for source in expected]
+
+
 def balanced(rank: Rank, counts: list[int]) -> tuple[Tensor, list[int], int]:
     transport = Transport(rank.group, torch.device("cpu"))
     numel = max(1, sum(counts))

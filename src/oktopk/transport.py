@@ -88,30 +88,37 @@ class Transport:
     def exchange(
         self, outgoing: list[Tensor], sizes: list[int], in_flight: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Send outgoing[j] to each rank j and yield (source, message) of every other rank.
+        """Send outgoing[j] to each rank j, and iterate over (source, message) of every other rank.
 
-        Destinations are rotated: in round s rank i sends to i+s and receives from i-s, so no
-        rank is everyone's target at once. `in_flight` rounds travel while the caller works on
-        what has arrived. The order of arrival is fixed: what the caller computes from it does
-        not depend on timing. Empty messages are not sent, nor yielded.
+        The first messages are on their way when this returns. Destinations are rotated: in round
+        s rank i sends to i+s and receives from i-s, so no rank is everyone's target at once.
+        `in_flight` rounds travel while the caller works on what has arrived. The order of arrival
+        is fixed: what the caller computes from it does not depend on timing. Empty messages are
+        not sent, nor yielded. The caller must take all.
 
         Args:
             outgoing: one uint8 message for each rank; its own is ignored.
             sizes: the bytes that each rank sends to this one.
             in_flight: the number of rounds on their way at once, at least 1.
         """
-        rounds: list[tuple[int, Tensor, Pending]] = []
-        for s in range(1, self.size + in_flight):
-            if s < self.size:
-                target, source = (self.rank + s) % self.size, (self.rank - s) % self.size
-                incoming = torch.empty(sizes[source], dtype=torch.uint8, device=self.device)
-                pending = self._start(outgoing[target], target, incoming, source)
-                rounds.append((source, incoming, pending))
-            if s > in_flight and rounds:
+
+        def start(s: int) -> tuple[int, Tensor, Pending]:
+            target, source = (self.rank + s) % self.size, (self.rank - s) % self.size
+            incoming = torch.empty(sizes[source], dtype=torch.uint8, device=self.device)
+            return source, incoming, self._start(outgoing[target], target, incoming, source)
+
+        rounds = [start(s) for s in range(1, min(in_flight + 1, self.size))]
+
+        def arrivals() -> Iterator[tuple[int, Tensor]]:
+            for s in range(1, self.size):
                 source, incoming, pending = rounds.pop(0)
                 pending.wait()
+                if s + in_flight < self.size:
+                    rounds.append(start(s + in_flight))
                 if incoming.numel():
                     yield source, incoming
+
+        return arrivals()
 
     def send(self, message: Tensor, target: int) -> None:
         """One message to one rank, which must receive it."""

@@ -51,12 +51,13 @@ def gather(step: Step, mine: Entries, counts: Sequence[int]) -> list[Entries]:
     Words sent: 2 * len(mine) * (P-1).
     """
     transport, wire = step.transport, step.wire
-    parts = [mine] * transport.size
+    parts = [mine[:0]] * transport.size
+    parts[transport.rank] = mine
     messages = [wire.encode(mine)] * transport.size
     sizes = [count * wire.entry_bytes for count in counts]
     for source, message in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
         parts[source] = wire.decode(message)
-    return [part if count else mine[:0] for part, count in zip(parts, counts, strict=True)]
+    return parts
 
 
 def balance(step: Step, mine: Entries, counts: Sequence[int]) -> tuple[Entries, list[int]]:

@@ -13,7 +13,7 @@ from ..wire import Entries, concatenate
 from .base import Algorithm, Step
 from .exchange import balance, gather, select_region, split_reduce
 
-_MANY = 1.5
+MANY = 1.5
 """Multiple of k from which on it is cheaper to look for the threshold than to send candidates."""
 _FEW = 512
 """Sums that are so few in all that each rank gets all of them and picks the k largest itself:
@@ -89,7 +89,7 @@ class OkTopk(Algorithm):
             # forecast falls in vain: exact steps end that.
             needed = wanted if exact else (1 - TOLERANCE) * k
             too_few = sum(counts) < needed and threshold > 0
-            if too_few or sum(counts) > _MANY * k:
+            if too_few or sum(counts) > MANY * k:
                 threshold = 0.0
                 candidates = select_region(step, region, low, threshold)
                 counts = step.share(len(candidates))
