@@ -314,7 +314,7 @@ def balanced(rank: Rank, counts: list[int]) -> tuple[Tensor, list[int], int]:
     numel = max(1, sum(counts))
     zeros = torch.zeros(numel)
     buffers = Buffers(numel, zeros.dtype, zeros.device)
-    step = Step(zeros, zeros, zeros, 1, State(), transport, buffers)
+    step = Step([zeros], [zeros], zeros, 1, State(), transport, buffers)
     start = sum(counts[: rank.rank])
     indices = torch.arange(start, start + counts[rank.rank], dtype=torch.int32)
     mine, after = balance(step, Entries(indices, indices.float()), counts)

@@ -1,9 +1,9 @@
 """oktopk: sparse allreduce with error feedback for torch.distributed."""
 
 from .algorithms import Algorithm, Dense, Gaussiank, GTopk, OkTopk, TopkA, TopkDSA, algorithm, names
-from .allreduce import NonFiniteGradientError, SparseAllreduce
+from .allreduce import SparseAllreduce
 from .stats import StepStats
-from .transport import PeerError
+from .transport import NonFiniteGradientError, PeerError
 
 __all__ = [
     "Algorithm",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .algorithms import Algorithm, Dense, State, Step
-from .algorithms.base import Buffers
+from .algorithms.base import Buffers, Momentum, slices
 from .select import Carried
 from .stats import StepStats
 from .transport import Transport
@@ -27,11 +28,6 @@ _RESIDUAL_DTYPE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-_DESCRIPTION_BYTES = 1024
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """A gradient held a NaN or Inf on some rank. Every rank raises it, and none has changed."""
 
 
 class SparseAllreduce:
@@ -56,6 +52,9 @@ class SparseAllreduce:
         device: where the gradient is; None is the CPU, or the current GPU of an NCCL group.
         nonfinite: what to do with a NaN or Inf on any rank: "raise" NonFiniteGradientError on
             every rank, or "skip" the step, that is return zeros on every rank.
+        momentum: above 0, ranks sum velocities (momentum * velocity + gradient) instead of
+            gradients before they select, and forget the velocity of what was applied: DGC's
+            momentum correction with factor masking. The optimizer must then have no momentum.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class SparseAllreduce:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         nonfinite: str = "raise",
+        momentum: float = 0.0,
     ) -> None:
         transport = Transport(group, device)
-        problem = _problem(algorithm, numel, dtype, nonfinite)
-        _check_agreement(
-            transport,
+        problem = _problem(algorithm, numel, dtype, nonfinite, momentum)
+        transport.agree(
             problem,
-            f"{numel=}, {dtype=}, {nonfinite=}, {algorithm=}",
+            f"{numel=}, {dtype=}, {nonfinite=}, {momentum=}, {algorithm=}",
             "construct SparseAllreduce with the same arguments",
         )
         self.algorithm = algorithm
@@ -81,12 +80,15 @@ class SparseAllreduce:
         self.dtype = dtype
         self.device = transport.device
         self.nonfinite = nonfinite
+        self.momentum = momentum
         self.last: StepStats | None = None
         """Statistics of the last step; None before the first."""
         residual_dtype = _RESIDUAL_DTYPE[dtype]
         self._transport = transport
         self._residual = torch.zeros(numel, dtype=residual_dtype, device=self.device)
+        self._velocity = torch.zeros_like(self._residual[: numel if momentum else 0])
         self._buffers = Buffers(numel, residual_dtype, self.device)
+        self._buffers.velocity = torch.empty_like(self._velocity)
         self._state = State()
         self._dense = Dense()
 
@@ -94,6 +96,25 @@ class SparseAllreduce:
     def residual(self) -> Tensor:
         """This rank's error feedback. The next step replaces it: clone it to keep it."""
         return self._residual
+
+    @property
+    def velocity(self) -> Tensor:
+        """This rank's velocity, empty without `momentum`. As `residual`, clone it to keep it."""
+        return self._velocity
+
+    @property
+    def steps(self) -> int:
+        """Steps taken: dense, sparse and skipped."""
+        return self._state.step
+
+    def change(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm or density, on all ranks at once; the residual stays.
+
+        Steps are counted on, so a new algorithm's warm-up counts from the first step of all.
+        """
+        if algorithm != self.algorithm:
+            self.algorithm = algorithm
+            self._state = State(step=self._state.step, clean=self._state.clean)
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.
@@ -106,81 +127,146 @@ class SparseAllreduce:
         self._check_tensor("gradient", gradient)
         if out is not None:
             self._check_tensor("out", out)
+        else:
+            out = torch.empty_like(gradient, requires_grad=False)
+        step = self.begin([gradient.detach()], [out.detach()])
+        if step.finite:
+            self.commit(step)
+        elif self.nonfinite == "skip":
+            self.skip(step, fill=0.0)
+        else:
+            self._transport.blame(self.steps, bool(step.nonfinite_parts()))
+        return out
+
+    def begin(
+        self,
+        gradient: Sequence[Tensor],
+        out: Sequence[Tensor],
+        factor: float = 1.0,
+        scale: float = 1.0,
+    ) -> Step:
+        """All of a step but its end: the average is in `out`, nothing else has changed.
+
+        The end is `commit`, `skip`, or nothing at all, which leaves everything as it was. All
+        ranks must choose the same; `finite` of what is returned is the same on all of them.
+
+        Args:
+            gradient: flat tensors which together have `numel` elements; unchecked.
+            out: the same, for the average; may be the same tensors.
+            factor: multiplies the gradient when it enters.
+            scale: multiplies the average, but not what is kept in the residual.
+        """
         dense = self._state.step < self.algorithm.warmup_steps
         algorithm = self._dense if dense else self.algorithm
         self._transport.reset()
-        if out is None:
-            out = torch.empty_like(gradient, requires_grad=False)
         step = Step(
-            gradient.detach(),
-            out.detach(),
+            gradient,
+            out,
             self._residual,
-            algorithm.target(self.numel),
+            algorithm.target(self.numel, self._state.step),
             dataclasses.replace(self._state),
             self._transport,
             self._buffers,
+            factor,
+            Momentum(self.momentum, self._velocity) if self.momentum else None,
         )
-        reduced = algorithm.reduce(step)
+        reduced = step.reduced = algorithm.reduce(step)
         if isinstance(reduced, Entries):
             # Finite values may have sums that are not: the same on every rank.
             step.finite = step.finite and bool(torch.isfinite(reduced.values).all())
-        if not step.finite and self.nonfinite == "raise":
-            raise NonFiniteGradientError(self._blame(step))
-        with step.time("apply"):
-            if step.finite:
-                self._commit(step, reduced)
-            else:
-                step.out.zero_()
-                self._state.step += 1
-        self._report(step, reduced)
-        return out
+        if step.finite:
+            with step.time("apply"):
+                if isinstance(reduced, Entries):
+                    self._write_entries(step, reduced, scale)
+                else:
+                    self._write_dense(step, reduced, scale)
+        return step
 
-    def _blame(self, step: Step) -> str:
-        """Which ranks had a NaN or Inf. All ranks ask together, since all know that one had."""
-        overwritten = step.out.data_ptr() == step.gradient.data_ptr()
-        finite = overwritten or bool(torch.isfinite(step.gradient).all())
-        table = self._transport.trade_numbers([[finite]] * self._transport.size)
-        bad = [str(rank) for rank, (finite,) in enumerate(table) if not finite]
-        where = f"the gradient of rank {', '.join(bad)}" if bad else "a sum over ranks"
-        return (
-            f"step {self._state.step}: NaN or Inf in {where}. No rank's residual has changed. Find "
-            "where it comes from (a learning rate too high, an empty batch, values near the "
-            'largest of their type), or pass nonfinite="skip" to skip such steps'
-        )
-
-    def _commit(self, step: Step, reduced: Entries | Tensor) -> None:
-        """Write the average to `out`, and take the step's residual and state for the next."""
-        if isinstance(reduced, Entries):
-            averages = self._round(reduced.values / self._transport.size)
-            step.out.zero_()
-            if averages.dtype == reduced.values.dtype:
-                step.kernels.add_at(step.out, reduced.indices, averages)
+    def _write_entries(self, step: Step, sums: Entries, scale: float) -> None:
+        averages = self._round(sums.values / self._transport.size, scale)
+        self._keep_rounding(step, sums.values, averages, scale, sums.indices)
+        ends = [len(sums)]
+        if len(step.out) > 1:
+            stops = [here.stop for here, _ in slices(step.out)]
+            cuts = torch.tensor(stops, dtype=sums.indices.dtype, device=self.device)
+            ends = torch.searchsorted(sums.indices, cuts).tolist()
+        start = 0
+        for (here, part), end in zip(slices(step.out), ends, strict=True):
+            indices = sums.indices[start:end]
+            if here.start:
+                indices = indices - here.start
+            part.zero_()
+            if averages.dtype == sums.values.dtype:
+                step.kernels.add_at(part, indices, averages[start:end])
             else:
-                step.out[reduced.indices] = averages
+                part[indices] = averages[start:end]
+            step.applied.append(end - start)
+            start = end
+
+    def _write_dense(self, step: Step, sums: Tensor, scale: float) -> None:
+        size = self._transport.size
+        step.applied = [part.numel() for part in step.out]
+        step.state.clean = self.dtype == sums.dtype
+        if step.state.clean and scale == 1.0:
+            for here, part in slices(step.out):
+                torch.div(sums[here], size, out=part)
+            return
+        averages = self._round(sums / size, scale)
+        for here, part in slices(step.out):
+            part.copy_(averages[here])
+        self._keep_rounding(step, sums, averages, scale)
+
+    def commit(self, step: Step) -> None:
+        """Take the step's residual, velocity and state for the next."""
+        if isinstance(step.reduced, Entries) or not step.state.clean:
             self._residual, self._buffers.accumulated = step.accumulated, self._residual
-            self._keep_rounding(reduced.values, averages, reduced.indices)
+        elif not self._state.clean:
+            self._residual.zero_()
+        if isinstance(step.reduced, Entries):
             step.state.clean = False
             step.state.sparse_steps += 1
-        else:
-            if not step.state.clean:
-                self._residual.zero_()
-            if step.out.dtype == reduced.dtype:
-                torch.div(reduced, self._transport.size, out=step.out)
-            else:
-                step.out.copy_(self._round(reduced / self._transport.size))
-                self._keep_rounding(reduced, step.out)
-            step.state.clean = step.out.dtype == reduced.dtype
+        self._velocity, self._buffers.velocity = self._buffers.velocity, self._velocity
         self._state = step.state
         self._state.step += 1
+        self._report(step)
 
-    def _round(self, averages: Tensor) -> Tensor:
+    def skip(self, step: Step, fill: float) -> None:
+        """Forget a step, on every rank: the average is `fill` everywhere."""
+        step.finite = False
+        for part in step.out:
+            part.fill_(fill)
+        self._state.step += 1
+        self._report(step)
+
+    def give_back(self, step: Step, part: int, scale: float) -> None:
+        """After `commit`: what was applied to one part cannot be used, and is kept instead.
+
+        One rank takes it all, so that it is there once.
+        """
+        here, applied = list(slices(step.out))[part]
+        if self._transport.rank == part % self._transport.size:
+            amount = applied.to(self._residual.dtype) * (self._transport.size / scale)
+            self._residual[here] += amount
+        self._state.clean = False
+        applied.zero_()
+
+    def _round(self, averages: Tensor, scale: float) -> Tensor:
         """In the gradient's type; what float16 cannot hold waits in the residual."""
+        if scale != 1.0:
+            averages = averages * scale
         if averages.dtype == self.dtype:
             return averages
         limit = torch.finfo(self.dtype).max
         return averages.clamp(-limit, limit).to(self.dtype)
 
-    def _keep_rounding(self, sums: Tensor, averages: Tensor, indices: Tensor | None = None) -> None:
+    def _keep_rounding(
+        self,
+        step: Step,
+        sums: Tensor,
+        averages: Tensor,
+        scale: float,
+        indices: Tensor | None = None,
+    ) -> None:
         """What rounding averages to 16 bits costs goes into the residual.
 
         All ranks hold the same sums; each keeps the errors of its own share of them.
@@ -189,12 +275,16 @@ class SparseAllreduce:
             return
         size, rank, count = self._transport.size, self._transport.rank, sums.numel()
         share = slice(count * rank // size, count * (rank + 1) // size)
-        errors = sums[share] - averages[share].to(sums.dtype) * size
-        self._residual[share if indices is None else indices[share]] += errors
+        errors = sums[share] - averages[share].to(sums.dtype) * (size / scale)
+        if indices is None:
+            step.accumulated.zero_()
+            step.accumulated[share] = errors
+        else:
+            step.accumulated[indices[share]] += errors
 
-    def _report(self, step: Step, reduced: Entries | Tensor) -> None:
-        sparse = isinstance(reduced, Entries)
-        selected = len(reduced) if isinstance(reduced, Entries) else self.numel
+    def _report(self, step: Step) -> None:
+        sparse = isinstance(step.reduced, Entries)
+        selected = len(step.reduced) if isinstance(step.reduced, Entries) else self.numel
         self.last = StepStats(
             step=self._state.step - 1,
             phase="sparse" if sparse else "dense",
@@ -216,6 +306,7 @@ class SparseAllreduce:
         state = self._state
         return {
             "residual": self._residual.clone(),
+            "velocity": self._velocity.clone(),
             "boundaries": torch.tensor(state.boundaries, dtype=torch.int64),
             "local_threshold": state.local.value,
             "local_trend": state.local.trend,
@@ -240,8 +331,9 @@ class SparseAllreduce:
             )
             boundaries = state["boundaries"].tolist()
             common += f", crc32 of boundaries={zlib.crc32(str(boundaries).encode())}"
-        _check_agreement(self._transport, problem, common, "load the state of the same step")
+        self._transport.agree(problem, common, "load the state of the same step")
         self._residual.copy_(state["residual"])
+        self._velocity.copy_(state["velocity"])
         self._state = State(
             clean=not bool(self._residual.any()),
             step=int(state["step"]),
@@ -266,6 +358,12 @@ class SparseAllreduce:
                 f"reduction {self.numel} of {self._residual.dtype}: load it into one constructed "
                 "with the same numel and dtype"
             )
+        if state["velocity"].shape != self._velocity.shape:
+            return (
+                f"the state has a velocity of {state['velocity'].numel()} elements, this reduction "
+                f"one of {self._velocity.numel()}: load it into one constructed with momentum if "
+                "it was saved with it, and without if not"
+            )
         return None
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
@@ -289,7 +387,9 @@ class SparseAllreduce:
             raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
 
 
-def _problem(algorithm: Algorithm, numel: int, dtype: torch.dtype, nonfinite: str) -> str | None:
+def _problem(
+    algorithm: Algorithm, numel: int, dtype: torch.dtype, nonfinite: str, momentum: float
+) -> str | None:
     """What is wrong with the arguments, and how to mend it."""
     if not isinstance(algorithm, Algorithm):
         return (
@@ -302,21 +402,6 @@ def _problem(algorithm: Algorithm, numel: int, dtype: torch.dtype, nonfinite: st
         return f"dtype is {dtype}, but must be one of {', '.join(map(str, _RESIDUAL_DTYPE))}"
     if nonfinite not in ("raise", "skip"):
         return f'nonfinite is {nonfinite!r}, but must be "raise" or "skip"'
+    if not 0 <= momentum < 1:
+        return f"momentum is {momentum!r}, but must be at least 0 and below 1"
     return None
-
-
-def _check_agreement(transport: Transport, problem: str | None, mine: str, fix: str) -> None:
-    """One small allgather, so that ranks that are wrong or differ fail at once, all of them,
-    instead of hanging or going apart later."""
-    text = f"ERROR {problem}" if problem else mine
-    encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-    message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(transport.device)
-    texts = [
-        bytes(other.tolist()).decode(errors="replace").strip()
-        for other in transport.all_gather(message)
-    ]
-    if problem:
-        raise ValueError(problem)
-    if len(set(texts)) > 1:
-        lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
-        raise ValueError(f"ranks disagree: {fix} on every rank\n" + "\n".join(lines))

@@ -12,11 +12,17 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_DESCRIPTION_BYTES = 1024
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient held a NaN or Inf on some rank. Every rank raises it, and none has changed."""
 
 
 class PeerError(RuntimeError):
@@ -84,6 +90,46 @@ class Transport:
             dist.all_to_all_single(theirs, mine, group=self.group)
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
         return traded
+
+    def agree(self, problem: str | None, mine: str, fix: str) -> None:
+        """One small allgather, so that ranks that are wrong or differ fail at once, all of them,
+        instead of hanging or going apart later.
+
+        Args:
+            problem: what is wrong on this rank, if anything.
+            mine: what must be the same on all ranks, as text.
+            fix: what to do on every rank, for the message.
+        """
+        text = f"ERROR {problem}" if problem else mine
+        encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
+        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
+        texts = [
+            bytes(other.tolist()).decode(errors="replace").strip()
+            for other in self.all_gather(message)
+        ]
+        if problem:
+            raise ValueError(problem)
+        if len(set(texts)) > 1:
+            lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+            raise ValueError(f"ranks disagree: {fix} on every rank\n" + "\n".join(lines))
+
+    def blame(self, step: int, guilty: bool, where: str = "") -> NoReturn:
+        """Say which ranks had a NaN or Inf. All ranks ask together, since all know that one had.
+
+        Args:
+            step: number of the step.
+            guilty: whether this rank had one.
+            where: and in which parameters.
+        """
+        table = self.trade_numbers([[guilty]] * self.size)
+        bad = [str(rank) for rank, (had,) in enumerate(table) if had]
+        what = f"the gradient of rank {', '.join(bad)}" if bad else "a sum over ranks"
+        here = f" (on this rank in {where})" if where else ""
+        raise NonFiniteGradientError(
+            f"step {step}: NaN or Inf in {what}{here}. No rank's residual has changed. Find "
+            "where it comes from (a learning rate too high, an empty batch, values near the "
+            'largest of their type), or pass nonfinite="skip" to skip such steps'
+        )
 
     def exchange(
         self, outgoing: list[Tensor], sizes: list[int], in_flight: int

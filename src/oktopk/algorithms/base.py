@@ -7,7 +7,9 @@ of a step has succeeded: `Step` holds copies, and an error leaves the old state.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -18,7 +20,7 @@ from ..kernels.reference import index_dtype
 from ..select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
 from ..stats import Stopwatch
 from ..transport import Transport
-from ..wire import Entries, Wire
+from ..wire import Entries, Wire, concatenate
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,18 @@ class Algorithm(ABC):
     """Share of the elements that is applied in a step, above 0 and at most 1."""
     warmup_steps: int = 0
     """Dense steps before the first sparse one."""
+    ramp: tuple[float, ...] = field(default=(), kw_only=True)
+    """Densities to pass through after the warm-up, such as (0.25, 0.06), `ramp_steps` each."""
+    ramp_steps: int = field(default=64, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.density, int | float) and 0 < self.density <= 1):
-            raise ValueError(
-                f"density is {self.density!r}, but must be above 0 and at most 1: "
-                "0.02 applies 2 % of the elements in each step"
-            )
+        object.__setattr__(self, "ramp", tuple(self.ramp))
+        for density in (self.density, *self.ramp):
+            if not (isinstance(density, int | float) and 0 < density <= 1):
+                raise ValueError(
+                    f"density is {density!r}, but must be above 0 and at most 1: "
+                    "0.02 applies 2 % of the elements in each step"
+                )
         for knob in fields(self):
             value = getattr(self, knob.name)
             least = 0 if knob.name == "warmup_steps" else 1
@@ -44,17 +51,23 @@ class Algorithm(ABC):
                     f"{knob.name} is {value!r}, but must be a whole number, at least {least}"
                 )
 
-    def target(self, numel: int) -> int:
-        """k, the number of entries to apply."""
-        return max(1, round(self.density * numel))
+    def density_at(self, step: int) -> float:
+        """The density asked for in a step that is not dense."""
+        stage = (step - self.warmup_steps) // self.ramp_steps
+        return self.ramp[stage] if 0 <= stage < len(self.ramp) else self.density
+
+    def target(self, numel: int, step: int | None = None) -> int:
+        """k, the number of entries to apply: in one step, or at last, after any ramp."""
+        density = self.density if step is None else self.density_at(step)
+        return max(1, round(density * numel))
 
     @abstractmethod
     def reduce(self, step: Step) -> Entries | Tensor:
         """Sum over ranks what this step applies: entries, or a dense tensor.
 
         The sum is bitwise the same on every rank. `step.accumulated` is left as the residual
-        to keep, unless the result is dense: then all was applied and nothing is kept. Only a
-        dense sum may be in `step.out`; nothing else that outlives the step may be changed.
+        to keep, unless the result is dense: then all was applied and nothing is kept. Only
+        `step.merge` may write to `step.out`; nothing else that outlives the step may be changed.
         """
 
     @abstractmethod
@@ -85,7 +98,7 @@ class Buffers:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.accumulated = torch.empty(numel, dtype=dtype, device=device)
-        self._region = torch.empty(0, dtype=dtype, device=device)
+        self.velocity = self._region = torch.empty(0, dtype=dtype, device=device)
 
     def zeros(self, numel: int) -> Tensor:
         """Zeros to sum entries in."""
@@ -94,18 +107,35 @@ class Buffers:
         return self._region[:numel].zero_()
 
 
+@dataclass
+class Momentum:
+    """DGC's momentum correction: each rank sums velocities, not gradients, before it selects."""
+
+    factor: float
+    velocity: Tensor
+    """Of the last step; a step writes its own elsewhere."""
+
+
 class Step:
-    """One reduction in progress."""
+    """One reduction in progress.
+
+    Args:
+        gradient: flat parts, one after the other the vector that is reduced.
+        out: where the average goes: parts of the same sizes, or the same parts.
+        factor: multiplies the gradient when it enters.
+    """
 
     def __init__(
         self,
-        gradient: Tensor,
-        out: Tensor,
+        gradient: Sequence[Tensor],
+        out: Sequence[Tensor],
         residual: Tensor,
         target: int,
         state: State,
         transport: Transport,
         buffers: Buffers,
+        factor: float = 1.0,
+        momentum: Momentum | None = None,
     ) -> None:
         self.gradient = gradient
         self.out = out
@@ -114,25 +144,74 @@ class Step:
         self.state = state
         self.transport = transport
         self.buffers = buffers
+        self.factor = factor
+        self.momentum = momentum
         self.accumulated = buffers.accumulated
-        self.kernels = for_device(gradient.device)
-        self.wire = Wire(index_dtype(gradient.numel()), residual.dtype)
+        self.kernels = for_device(residual.device)
+        self.wire = Wire(index_dtype(residual.numel()), residual.dtype)
         self.time = Stopwatch()
-        self.selected_local = gradient.numel()
+        self.selected_local = residual.numel()
         self.local_threshold = self.global_threshold = 0.0
         self.finite = True
         """Whether all values are finite: of this rank at first, of all ranks at the end."""
+        self.reduced: Entries | Tensor | None = None
+        """What the algorithm returned."""
+        self.applied: list[int] = []
+        """Entries applied in each part, where the values are finite."""
+        self._overwritten = False
 
     def accumulate(self, threshold: float) -> Entries:
         """accumulated = residual + gradient, and its entries that reach the threshold."""
         with self.time("accumulate"):
-            gradient, threshold = self.gradient, max(threshold, smallest(self.residual.dtype))
-            if gradient.dtype != self.residual.dtype:
-                gradient = self.accumulated.copy_(gradient)
-            indices, values, self.finite = self.kernels.accumulate(
-                self.residual, gradient, self.accumulated, threshold
-            )
-        return Entries(indices, values)
+            threshold = max(threshold, smallest(self.residual.dtype))
+            parts = self.gradient if self._as_it_is else [self._prepare()]
+            found = []
+            for here, part in slices(parts):
+                indices, values, finite = self.kernels.accumulate(
+                    self.residual[here], part, self.accumulated[here], threshold
+                )
+                indices = indices.to(self.wire.index_dtype)
+                found.append(Entries(indices.add_(here.start) if here.start else indices, values))
+                self.finite = self.finite and finite
+        return found[0] if len(found) == 1 else concatenate(found)
+
+    def merge(self) -> Tensor:
+        """residual + gradient as one tensor that may be summed in place."""
+        with self.time("accumulate"):
+            if not self.state.clean:
+                self.accumulate(math.inf)
+                return self.accumulated
+            if self._as_it_is and len(self.out) == 1 == len(self.gradient):
+                # Nothing to copy where they are the same.
+                self._overwritten = self.out[0].data_ptr() == self.gradient[0].data_ptr()
+                return self.out[0].copy_(self.gradient[0])
+            prepared = self._prepare()
+            # Velocities must not be summed in place: the next step needs them.
+            return prepared if self.momentum is None else self.accumulated.copy_(prepared)
+
+    def nonfinite_parts(self) -> list[int]:
+        """The parts of this rank's gradient with a NaN or Inf, as far as it is still there."""
+        if self._overwritten:
+            return []
+        parts = enumerate(self.gradient)
+        return [index for index, part in parts if not bool(torch.isfinite(part).all())]
+
+    @property
+    def _as_it_is(self) -> bool:
+        """Whether the gradient needs no change before it is added to the residual."""
+        same_type = all(part.dtype == self.residual.dtype for part in self.gradient)
+        return same_type and self.factor == 1.0 and self.momentum is None
+
+    def _prepare(self) -> Tensor:
+        """The gradient in one piece, in the residual's type, times `factor`, with momentum."""
+        prepared = self.accumulated if self.momentum is None else self.buffers.velocity
+        for here, part in slices(self.gradient):
+            prepared[here].copy_(part)
+        if self.factor != 1.0:
+            prepared.mul_(self.factor)
+        if self.momentum is not None:
+            prepared.add_(self.momentum.velocity, alpha=self.momentum.factor)
+        return prepared
 
     def trade(self, counts: list[int]) -> list[int]:
         """counts[j] goes to rank j; returns what each rank had for this one.
@@ -173,3 +252,13 @@ class Step:
         """Forget what this rank offered and all applied; the rest stays in the residual."""
         with self.time("apply"):
             self.kernels.clear_common(self.accumulated, local.indices, applied.indices)
+            if self.momentum is not None:  # what was applied must not be pushed on: factor masking
+                self.kernels.clear_common(self.buffers.velocity, local.indices, applied.indices)
+
+
+def slices(parts: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Each part, and where it is in the vector that they make together."""
+    start = 0
+    for part in parts:
+        yield slice(start, start + part.numel()), part
+        start += part.numel()

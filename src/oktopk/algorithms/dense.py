@@ -15,8 +15,8 @@ from .base import Algorithm, Step
 class Dense(Algorithm):
     """Average every element.
 
-    1. Accumulate: acc = residual + gradient. The residual is zero, and the gradient is summed
-       in place, unless a sparse algorithm left one or the gradient has 16 bits.
+    1. Accumulate: acc = residual + gradient. Where a residual is zero and the gradient needs no
+       change, it is summed in place.
     2. Allreduce acc. Everything is applied, nothing is kept.
 
     16-bit gradients are summed in float32.
@@ -25,15 +25,11 @@ class Dense(Algorithm):
     density: float = 1.0
     """Accepted so that algorithms can be exchanged by name; all elements are sent anyway."""
 
-    def target(self, numel: int) -> int:
+    def target(self, numel: int, step: int | None = None) -> int:
         return numel
 
     def reduce(self, step: Step) -> Tensor:
-        sums = step.accumulated
-        if step.state.clean and step.out.dtype == sums.dtype:
-            sums = step.out.copy_(step.gradient)  # nothing to do where they are the same
-        else:
-            step.accumulate(math.inf)
+        sums = step.merge()
         with step.time("reduce"):
             step.transport.all_reduce(sums)
             # A NaN or Inf of any rank is one in the sum, the same on all; and what is not finite

@@ -53,7 +53,7 @@ class Gaussiank(Algorithm):
         k, acc = step.target, step.accumulated
         scale = self.sigma_scale
         if scale is None:
-            scale = NormalDist().inv_cdf(1 - self.density / 2)
+            scale = NormalDist().inv_cdf(1 - k / acc.numel() / 2)
         norm = float(torch.linalg.vector_norm(acc))
         if math.isinf(norm):  # squares of large values overflow
             largest = float(torch.linalg.vector_norm(acc, math.inf))
