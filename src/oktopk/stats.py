@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STAGES = ("accumulate", "select", "exchange", "reduce", "gather", "apply")
@@ -82,3 +82,179 @@ class Stopwatch:
         if self._stage is not None:
             self.seconds[self._stage] += now - self._since
         self._stage, self._since = stage, now
+
+
+def together(parts: Sequence[StepStats]) -> StepStats:
+    """One step of several buckets as one."""
+    first = parts[0]
+    sparse = [part for part in parts if part.phase == "sparse"]
+    seconds = {stage: sum(part.seconds[stage] for part in parts) for stage in STAGES}
+
+    def total(name: str) -> int:
+        return sum(getattr(part, name) for part in parts)
+
+    return StepStats(
+        step=first.step,
+        phase="sparse" if sparse else "dense",
+        numel=total("numel"),
+        target=total("target"),
+        selected_local=total("selected_local"),
+        selected_global=total("selected_global"),
+        bytes_sent=total("bytes_sent"),
+        bytes_received=total("bytes_received"),
+        messages=total("messages"),
+        seconds=seconds,
+        local_threshold=min((part.local_threshold for part in sparse), default=0.0),
+        global_threshold=min((part.global_threshold for part in sparse), default=0.0),
+        skipped=first.skipped,
+    )
+
+
+@dataclass
+class Totals:
+    """Sums over steps."""
+
+    steps: int = 0
+    dense_steps: int = 0
+    """Steps in which all elements were averaged."""
+    skipped_steps: int = 0
+    """Steps that were skipped because of a NaN or Inf."""
+    elements: int = 0
+    """Elements of all gradients."""
+    asked: int = 0
+    """Entries that should have been applied."""
+    applied: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def add(self, stats: StepStats) -> None:
+        self.steps += 1
+        self.dense_steps += stats.phase == "dense"
+        self.skipped_steps += stats.skipped
+        self.elements += stats.numel
+        self.asked += stats.target
+        self.applied += stats.selected_global
+        self.bytes_sent += stats.bytes_sent
+        self.bytes_received += stats.bytes_received
+        self.messages += stats.messages
+        for stage, seconds in stats.seconds.items():
+            self.seconds[stage] += seconds
+
+    @property
+    def sparsity(self) -> float:
+        """Mean share of elements that were not applied; 0 before the first step."""
+        return 1.0 - self.applied / self.elements if self.elements else 0.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """Elements per applied entry; 1 before the first step."""
+        return self.elements / max(1, self.applied) if self.elements else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and tables."""
+        return asdict(self) | {
+            "sparsity": self.sparsity,
+            "compression_ratio": self.compression_ratio,
+        }
+
+
+@dataclass(frozen=True)
+class BucketSummary:
+    """What was reduced together, and what became of it."""
+
+    parameters: tuple[str, ...]
+    numel: int
+    algorithm: str
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """The parameters of one module that are treated alike."""
+
+    numel: int
+    dense: bool
+    """Whether they are always averaged densely, being small or named so."""
+    elements: int
+    applied: int
+
+    @property
+    def density(self) -> float:
+        """Mean share of elements that were applied in a step."""
+        return self.applied / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals and means since the start; `print` shows it as a table."""
+
+    totals: Totals
+    buckets: tuple[BucketSummary, ...]
+    groups: dict[str, GroupSummary]
+    """By the name of the module that the parameters belong to."""
+    busy: float
+    """Seconds that the communication thread worked."""
+    waited: float
+    """Seconds that the training thread waited for it. The rest was hidden behind backward."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and tables."""
+        return {
+            "totals": self.totals.as_dict(),
+            "buckets": [
+                {
+                    "parameters": list(bucket.parameters),
+                    "numel": bucket.numel,
+                    "algorithm": bucket.algorithm,
+                    "totals": bucket.totals.as_dict(),
+                }
+                for bucket in self.buckets
+            ],
+            "groups": {
+                name: asdict(group) | {"density": group.density}
+                for name, group in self.groups.items()
+            },
+            "busy": self.busy,
+            "waited": self.waited,
+        }
+
+    def __str__(self) -> str:
+        totals = self.totals
+        lines = [
+            f"{totals.steps} steps, {totals.dense_steps} of them dense, "
+            f"{totals.skipped_steps} skipped; {totals.bytes_sent / 1e6:,.1f} MB sent",
+            f"sparsity {totals.sparsity:.2%}, {totals.compression_ratio:.1f} x fewer entries",
+            f"communication thread busy {self.busy:.2f} s, waited for {self.waited:.2f} s: "
+            + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in totals.seconds.items()),
+        ]
+        rows = [("bucket", "elements", "algorithm", "sparsity", "MB sent", "seconds")]
+        for index, bucket in enumerate(self.buckets):
+            seconds = sum(bucket.totals.seconds.values())
+            sent = bucket.totals.bytes_sent / 1e6
+            share = f"{bucket.totals.sparsity:.2%}"
+            rows.append(
+                (
+                    str(index),
+                    f"{bucket.numel:,}",
+                    bucket.algorithm,
+                    share,
+                    f"{sent:,.1f}",
+                    f"{seconds:.2f}",
+                )
+            )
+        lines += ["", *_table(rows)]
+        groups = [("module", "elements", "averaged", "applied a step")]
+        for name, group in self.groups.items():
+            how = "densely" if group.dense else "sparsely"
+            groups.append((name, f"{group.numel:,}", how, f"{group.density:.2%}"))
+        return "\n".join([*lines, "", *_table(groups)])
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

@@ -78,6 +78,15 @@ class Transport:
             dist.all_gather(gathered, tensor, group=self.group)
         return gathered
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Rank `source`'s tensor for all ranks, in place."""
+        if self.size == 1:
+            return
+        # All ranks together send it P-1 times.
+        self._count(math.ceil(tensor.nbytes * (self.size - 1) / self.size), tensor.nbytes)
+        with self.peers("a broadcast"):
+            dist.broadcast(tensor, self._global(source), group=self.group)
+
     def trade_numbers(self, rows: list[list[int]]) -> list[list[int]]:
         """rows[j], a few integers, goes to rank j; returns what each rank had for this one."""
         if self.size == 1:

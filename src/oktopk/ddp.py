@@ -1,0 +1,207 @@
+"""attach(): compression for a model in DistributedDataParallel.
+
+DDP hands each of its buckets to a hook, which gives the gradients to the communication thread and
+returns a future at once. The futures are done when the step is; DDP waits for them at the end of
+backward.
+"""
+
+# Without `from __future__ import annotations`: DDP compares a hook's annotations with classes.
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .algorithms import Algorithm
+from .buckets import Options
+from .engine import AllReducer
+from .handle import Handle
+
+Hook = Callable[["Compression", GradBucket], Future[Tensor]]
+
+
+class Compression(Handle):
+    """Compression of one DDP model: what `attach` returns, and the state of the hook."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        algorithm: Algorithm,
+        options: Options,
+        group: dist.ProcessGroup | None,
+        may_be_unused: bool,
+        trainer: Any,
+    ) -> None:
+        self._module = module
+        self._names = {id(p): name for name, p in _named_parameters(module)}
+        self._begin = lambda: AllReducer(
+            ((name, p) for name, p in _named_parameters(module) if p.requires_grad),
+            algorithm,
+            group,
+            options,
+            may_be_unused=may_be_unused,
+            trainer=trainer,
+        )
+        self._reducer: AllReducer | None = None
+
+    @property
+    def reducer(self) -> AllReducer:
+        """The engine. Made on first use, which is collective and needs torch.distributed."""
+        if self._reducer is None:
+            self._reducer = self._begin()
+        return self._reducer
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and thresholds: tensors and plain values.
+
+        Every rank must save its own; `oktopk.checkpoint` does.
+        """
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Continue where the state was taken; see `AllReducer.load_state_dict`."""
+        self.reducer.load_state_dict(state, strict)
+
+    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return _named_parameters(self._module)
+
+    def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """The hook. It must not wait: backward goes on behind it."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ValueError(
+                "a sparse gradient came: build the embedding with sparse=False to compress it"
+            )
+        reducer = self.reducer
+        if bucket.index() == 0 and torch._C._current_graph_task_id() != -1:  # not in join()
+            self._at_end_of_backward(reducer)
+        gradients = {}
+        start = 0
+        for parameter in bucket.parameters():
+            # Slices of the buffer, not bucket.gradients(): flat, whatever the memory format.
+            gradients[self._names[id(parameter)]] = buffer[start : start + parameter.numel()]
+            start += parameter.numel()
+        return reducer.submit(gradients, buffer, bucket.is_last())
+
+    def _at_end_of_backward(self, reducer: AllReducer) -> None:
+        """Raise the communication thread's exception from backward() itself.
+
+        A future could only pass on its text. And DDP should finish its own step first, so that
+        one may catch the exception and go on: callbacks run in the order in which they were
+        queued, and the second is queued behind DDP's.
+        """
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+        def wait() -> None:
+            try:
+                reducer.wait()
+            except BaseException as error:
+                self._raise_later(queue_callback, error)
+
+        queue_callback(wait)
+
+    @staticmethod
+    def _raise_later(queue_callback: Callable[[Callable[[], None]], None], error: Any) -> None:
+        def raise_it() -> None:
+            raise error
+
+        queue_callback(raise_it)
+
+
+def attach(
+    model: nn.Module,
+    algorithm: Algorithm,
+    *,
+    group: dist.ProcessGroup | None = None,
+    trainer: Any = None,
+    **options: Any,
+) -> Compression:
+    """Compress the gradients of a DistributedDataParallel model; the rest of training is as before.
+
+    ```python
+    model = DDP(model)
+    handle = oktopk.attach(model, oktopk.OkTopk(density=0.02, warmup_steps=128))
+    ```
+
+    Collective: all ranks attach the same, before the first backward.
+
+    Args:
+        model: in DistributedDataParallel; also as torch.compile returns it.
+        algorithm: what to reduce with.
+        group: a process group that nothing else uses. None makes one of all ranks; a model whose
+            DDP has a group of its own needs one of the same ranks here.
+        trainer: an object whose lists `sparsities`, `compression_ratios` and
+            `communication_sizes` get one number a step.
+        options: see `oktopk.Options`.
+    """
+    ddp = getattr(model, "_orig_mod", model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(
+            f"model is a {type(ddp).__name__}, but must be in DistributedDataParallel: attach to "
+            "DDP(model), or use oktopk.DistributedOptimizer without DDP"
+        )
+    _check_group(ddp, group)
+    unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+    handle = Compression(ddp, algorithm, Options.of(**options), group, unused, trainer)
+    _ = handle.reducer  # now, so that what is wrong is said here
+    try:
+        ddp.register_comm_hook(handle, hook)
+    except RuntimeError as error:
+        raise ValueError(
+            "DDP does not take a hook here. It takes one only, before the first backward, and none "
+            "with mixed_precision= (use autocast) or an optimizer that steps in backward. It "
+            f"said: {error}"
+        ) from error
+    return handle
+
+
+def comm_hook(
+    module: nn.Module,
+    algorithm: Algorithm,
+    *,
+    group: dist.ProcessGroup | None = None,
+    trainer: Any = None,
+    find_unused_parameters: bool = False,
+    **options: Any,
+) -> tuple[Compression, Hook]:
+    """The pair (state, hook) for `register_comm_hook`, and for frameworks that call it.
+
+    Args:
+        module: the model, in DDP or not yet; torch.distributed may be initialised later, too.
+        find_unused_parameters: as DDP has it; also True for a static graph with unused ones.
+
+    The rest is as for `attach`. Communication begins, and mistakes are found, in the first
+    backward.
+    """
+    compression = Compression(
+        module, algorithm, Options.of(**options), group, find_unused_parameters, trainer
+    )
+    return compression, hook
+
+
+def hook(state: Compression, bucket: GradBucket) -> Future[Tensor]:
+    """DDP's communication hook, see `comm_hook`."""
+    return state._reduce(bucket)
+
+
+def _check_group(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if ranks != dist.get_process_group_ranks(group or dist.group.WORLD):
+        raise ValueError(
+            f"the model is trained by ranks {ranks}, but communication would be among others: make "
+            f"a second group with torch.distributed.new_group({ranks}), on all ranks, and pass it "
+            "as group="
+        )
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names as the user's model has them, without what DDP and torch.compile put in front."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    ignored = getattr(module, "parameters_to_ignore", ())
+    for name, parameter in inner.named_parameters():
+        if name not in ignored:
+            yield name.replace("_orig_mod.", ""), parameter

@@ -1,0 +1,473 @@
+"""AllReducer: gradients of named parameters in, their averages out, while backward goes on.
+
+Parameters are reduced in buckets of our own: fixed when training starts, in the order in which
+backward produces gradients, whatever DDP's buckets are. So the state of a bucket belongs to the
+same parameters for ever, and results depend neither on DDP's bucket size nor on its rebuild.
+
+A step is a transaction. Buckets are reduced as their gradients arrive; what is kept for the next
+step (residuals, thresholds, velocities) is taken over when all of them have succeeded, or not at
+all. So an overflow in the last bucket leaves the first one's residual as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import state
+from .algorithms import Algorithm, Dense, Step
+from .allreduce import SparseAllreduce
+from .buckets import Bucket, Options, Slot, cut, slots_of
+from .stats import BucketSummary, GroupSummary, StepStats, Summary, Totals, together
+from .transport import NonFiniteGradientError, Transport
+from .worker import worker
+
+log = logging.getLogger("oktopk")
+
+
+class AllReducer:
+    """Averages gradients on the communication thread; see the module's first lines.
+
+    Constructing it is collective, and so are `algorithm = ...`, `load_state_dict` and
+    `check_replicas`.
+
+    Args:
+        named_parameters: names and parameters, the same on every rank.
+        algorithm: what to reduce with.
+        group: a process group that nothing else uses; None makes one of all ranks.
+        options: see `Options`.
+        may_be_unused: whether some parameters may have no gradient in a step on any rank. Then
+            what waits in their residuals goes on waiting, since nobody would apply it.
+        trainer: see `set_trainer`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        algorithm: Algorithm,
+        group: dist.ProcessGroup | None = None,
+        options: Options | None = None,
+        *,
+        may_be_unused: bool = False,
+        trainer: Any = None,
+    ) -> None:
+        self.options = options or Options()
+        self._slots = slots_of(named_parameters)
+        self._may_be_unused = may_be_unused
+        self._algorithm = algorithm
+        self._worker = worker(group)
+        self._lock = threading.Lock()
+        self._subscribers: list[Callable[[StepStats], None]] = []
+        self._leave_trainer: Callable[[], None] = lambda: None
+        self._totals = Totals()
+        self._busy = self._waited = 0.0
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._used: dict[str, bool] = {}
+        self._error: BaseException | None = None
+        self._broken = False
+        self.skipped = False
+        """Whether the last step was skipped because of a NaN or Inf."""
+        self.unused: frozenset[str] = frozenset()
+        """Parameters without a gradient on any rank in the last step (with `may_be_unused`)."""
+        self._worker.run(self._build)
+        self.set_trainer(trainer)
+
+    def _build(self) -> None:
+        """Cut the parameters into buckets. Backward makes the last gradients first."""
+        problem = self._problem()
+        device = self._slots[0].device if self._slots else None
+        self._transport = Transport(self._worker.group, None if problem else device)
+        summary = [(slot.name, tuple(slot.size), str(slot.dtype)) for slot in self._slots]
+        options = dataclasses.replace(
+            self.options, grad_scaler=None, dense=tuple(self.options.dense)
+        )
+        self._transport.agree(
+            problem,
+            f"{len(summary)} parameters, crc32={zlib.crc32(repr(summary).encode())}, "
+            f"algorithm={self._algorithm}, {options}",
+            "use the same model, algorithm and options",
+        )
+        self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
+        self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
+        self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
+        if all(bucket.dense for bucket in self._buckets):
+            log.warning(
+                "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
+                "is named in `dense`; a smaller dense_below changes that",
+                self.options.dense_below,
+            )
+
+    def _problem(self) -> str | None:
+        if not isinstance(self._algorithm, Algorithm):
+            return (
+                f"algorithm is {self._algorithm!r}, but must be an algorithm such as "
+                'oktopk.OkTopk(density=0.02) or oktopk.algorithm("oktopk", density=0.02)'
+            )
+        if not self._slots:
+            return "there is no parameter to train: all of them have requires_grad=False"
+        devices = {str(slot.device) for slot in self._slots}
+        if len(devices) > 1:
+            return (
+                f"parameters are on {', '.join(sorted(devices))}, but must be on one device in "
+                "each process: move the model with .to(device) first"
+            )
+        return self.options.problem()
+
+    def _bucket(self, slots: list[Slot], dense: bool) -> Bucket:
+        reduce = SparseAllreduce(
+            Dense() if dense else self._algorithm,
+            sum(slot.numel for slot in slots),
+            self._worker.group,
+            dtype=slots[0].dtype,
+            device=slots[0].device,
+            momentum=self.options.momentum,
+        )
+        return Bucket(slots, dense, reduce, applied=[0] * len(slots))
+
+    # What the training thread calls.
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The parameters of each bucket, in the order in which backward should deliver them."""
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    def submit(
+        self,
+        gradients: Mapping[str, Tensor],
+        result: Tensor,
+        last: bool,
+        absent: Collection[str] | None = None,
+    ) -> torch.futures.Future[Tensor]:
+        """Hand over gradients, in the same order on every rank.
+
+        Args:
+            gradients: flat tensors by parameter name, replaced by their averages.
+            result: what the future will hold, for example the memory that they are parts of.
+            last: whether this completes the step. Every parameter comes once in a step.
+            absent: parameters that have no gradient on this rank, and come as zeros. None: those
+                that are all zeros. Only looked at with `may_be_unused`.
+
+        Returns:
+            A future that is done when the step is.
+        """
+        if self._error is not None:
+            self.wait()
+        on_gpu = self._stream is not None
+        future: torch.futures.Future[Tensor] = (
+            torch.futures.Future(devices=[result.device]) if on_gpu else torch.futures.Future()
+        )
+        ready = torch.cuda.current_stream(result.device).record_event() if on_gpu else None
+        self._worker.submit(lambda: self._arrive(gradients, result, last, absent, future, ready))
+        return future
+
+    def forget(self) -> None:
+        """Drop what has been submitted of a step that will not be completed."""
+        self._worker.run(self._clear)
+
+    def wait(self) -> None:
+        """Until everything submitted is done; raises what went wrong with it."""
+        since = time.perf_counter()
+        error = self._worker.run(self._take_error)
+        self._waited += time.perf_counter() - since
+        if error is not None:
+            raise error
+
+    def subscribe(self, callback: Callable[[StepStats], None]) -> Callable[[], None]:
+        """Call back with the statistics of each step, in order, before its futures are done.
+
+        The call comes from the communication thread. Returns a function that ends it.
+        """
+        with self._lock:
+            self._subscribers.append(callback)
+
+        def unsubscribe() -> None:
+            with self._lock, contextlib.suppress(ValueError):
+                self._subscribers.remove(callback)
+
+        return unsubscribe
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Append to the trainer's `sparsities`, `compression_ratios`, `communication_sizes`.
+
+        One number for each step from now on; lists that are missing are made. None ends it.
+        """
+        self._leave_trainer()
+        self._leave_trainer = lambda: None
+        if trainer is None:
+            return
+        for name in ("sparsities", "compression_ratios", "communication_sizes"):
+            if not hasattr(trainer, name):
+                setattr(trainer, name, [])
+
+        def append(stats: StepStats) -> None:
+            trainer.sparsities.append(stats.sparsity)
+            trainer.compression_ratios.append(stats.compression_ratio)
+            trainer.communication_sizes.append(stats.bytes_sent)
+
+        self._leave_trainer = self.subscribe(append)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """May be set between steps, on all ranks at once; residuals carry over."""
+        return self._algorithm
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm) -> None:
+        def change() -> None:
+            previous, self._algorithm = self._algorithm, algorithm
+            try:
+                self._transport.agree(self._problem(), str(algorithm), "set the same algorithm")
+            except ValueError:
+                self._algorithm = previous
+                raise
+            for bucket in self._buckets:
+                if not bucket.dense:
+                    bucket.reduce.change(algorithm)
+
+        self._worker.run(change)
+
+    def stats(self) -> Summary:
+        """Totals and means so far."""
+        return self._worker.run(self._summary)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on, of this rank: tensors and plain values."""
+
+        def take() -> dict[str, Any]:
+            return state.pack(self._buckets, self._algorithm, self._transport)
+
+        return self._worker.run(take)
+
+    def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
+        """Continue where the state was taken: all ranks together, each with its own.
+
+        Args:
+            saved: from `state_dict` of this rank, in a run with as many ranks. For another
+                number of ranks see `oktopk.checkpoint`.
+            strict: if False, parameters that have no residual in the state begin without, and
+                another algorithm or other buckets begin with new thresholds. It is logged.
+        """
+        self._worker.run(
+            lambda: state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
+        )
+
+    def broadcast(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Rank `source`'s tensors for all ranks, in place."""
+        tensors = list(tensors)
+
+        def send() -> None:
+            for tensor in tensors:
+                self._transport.broadcast(tensor, source)
+
+        self._worker.run(send)
+
+    def check_replicas(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
+        named = list(named_parameters)
+        self._worker.run(lambda: state.check_replicas(named, self._transport))
+
+    # What the communication thread does.
+
+    def _arrive(
+        self,
+        gradients: Mapping[str, Tensor],
+        result: Tensor,
+        last: bool,
+        absent: Collection[str] | None,
+        future: torch.futures.Future[Tensor],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        since = time.perf_counter()
+        self._futures.append((future, result))
+        with torch.cuda.stream(self._stream):  # does nothing where there is none
+            if ready is not None:
+                ready.wait()
+            if not self._broken:
+                try:
+                    self._take(gradients, last, absent)
+                except NonFiniteGradientError as error:
+                    self._error = error
+                except BaseException as error:
+                    self._error, self._broken = error, True
+            if last or self._broken:
+                self._clear()
+        self._busy += time.perf_counter() - since
+
+    def _clear(self) -> None:
+        for bucket in self._buckets:
+            bucket.gradients, bucket.step = {}, None
+        futures, self._futures = self._futures, []
+        for future, result in futures:
+            future.set_result(result)
+
+    def _take(
+        self, gradients: Mapping[str, Tensor], last: bool, absent: Collection[str] | None
+    ) -> None:
+        overlap = self.options.norm_clip is None
+        for name, gradient in gradients.items():
+            if name not in self._bucket_of:
+                raise ValueError(
+                    f"a gradient came for {name}, which could not be trained when compression was "
+                    "attached: attach it after setting requires_grad"
+                )
+            bucket = self._bucket_of[name]
+            bucket.gradients[name] = gradient
+            if self._may_be_unused:
+                self._used[name] = bool(gradient.any()) if absent is None else name not in absent
+            if overlap and bucket.complete and not bucket.dense:
+                self._begin(bucket, self._factor())
+        if last:
+            self._finish()
+
+    def _factor(self) -> float:
+        """What a gradient is multiplied by when it enters."""
+        return 1.0 / self._scale()
+
+    def _scale(self) -> float:
+        return 1.0 if self.options.grad_scaler is None else self.options.grad_scaler.get_scale()
+
+    def _clipping_factor(self) -> float:
+        """At most 1: brings the norm of this rank's gradient down to `norm_clip`."""
+        limit = self.options.norm_clip
+        if limit is None:
+            return 1.0
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for bucket in self._buckets
+            for gradient in bucket.gradients.values()
+        ]
+        norm = float(torch.stack(norms).norm()) / self._scale()
+        # A NaN or Inf is for the reduction to find, on all ranks at once.
+        return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+    def _begin(self, bucket: Bucket, factor: float) -> None:
+        parts = [bucket.gradients[slot.name] for slot in bucket.slots]
+        bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale())
+
+    def _finish(self) -> None:
+        """The end of a step: what is left to reduce, then all or nothing."""
+        missing = [
+            slot.name
+            for bucket in self._buckets
+            for slot in bucket.slots
+            if slot.name not in bucket.gradients
+        ]
+        if missing:
+            raise ValueError(
+                f"no gradient came for {', '.join(missing[:5])}: was requires_grad changed between "
+                "DistributedDataParallel() and attach()? Attach right after"
+            )
+        factor = self._factor() * self._clipping_factor()
+        for bucket in self._buckets:
+            if bucket.step is None:
+                self._begin(bucket, factor)
+        steps = [(b, b.step) for b in self._buckets if b.step is not None]
+        self.skipped = not all(step.finite for _, step in steps)
+        if not self.skipped:
+            for bucket, step in steps:
+                bucket.reduce.commit(step)
+                bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
+            self._give_back_unused(steps)
+        elif self.options.grad_scaler is not None or self.options.nonfinite == "skip":
+            fill = 0.0 if self.options.grad_scaler is None else math.nan
+            for bucket, step in steps:
+                bucket.reduce.skip(step, fill)
+        else:
+            self._blame(steps)
+        self._report()
+
+    def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
+        """Where no rank had a gradient, nobody applies an average: it goes on waiting."""
+        self._transport.reset()
+        if not self._may_be_unused:
+            return
+        used = torch.tensor(
+            [self._used[slot.name] for slot in self._slots],
+            dtype=torch.int32,
+            device=self._transport.device,
+        )
+        self._transport.all_reduce(used)
+        flags = dict(zip((slot.name for slot in self._slots), used.tolist(), strict=True))
+        self.unused = frozenset(name for name, flag in flags.items() if not flag)
+        for bucket, step in steps:
+            for index, slot in enumerate(bucket.slots):
+                if slot.name in self.unused:
+                    bucket.reduce.give_back(step, index, self._scale())
+
+    def _blame(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
+        names = [
+            bucket.slots[index].name
+            for bucket, step in steps
+            if not step.finite
+            for index in step.nonfinite_parts()
+        ]
+        self._transport.blame(self._totals.steps, bool(names), ", ".join(names[:5]))
+
+    def _report(self) -> None:
+        lasts = []
+        for bucket in self._buckets:
+            assert bucket.reduce.last is not None
+            bucket.totals.add(bucket.reduce.last)
+            lasts.append(bucket.reduce.last)
+        stats = together(lasts)
+        stats = dataclasses.replace(
+            stats,
+            bytes_sent=stats.bytes_sent + self._transport.bytes_sent,
+            bytes_received=stats.bytes_received + self._transport.bytes_received,
+            messages=stats.messages + self._transport.messages,
+        )
+        self._totals.add(stats)
+        with self._lock:
+            subscribers = list(self._subscribers)
+        for tell in subscribers:
+            tell(stats)
+
+    def _take_error(self) -> BaseException | None:
+        error = self._error
+        if not self._broken:
+            self._error = None
+        return error
+
+    def _summary(self) -> Summary:
+        groups: dict[str, list[GroupSummary]] = {}
+        for bucket in self._buckets:
+            for slot, applied in zip(bucket.slots, bucket.applied, strict=True):
+                module = slot.name.rpartition(".")[0] or slot.name
+                elements = slot.numel * bucket.totals.steps
+                part = GroupSummary(slot.numel, bucket.dense, elements, applied)
+                how = "" if not bucket.dense else " (small)"
+                groups.setdefault(module + how, []).append(part)
+        return Summary(
+            totals=dataclasses.replace(self._totals, seconds=dict(self._totals.seconds)),
+            buckets=tuple(
+                BucketSummary(
+                    tuple(slot.name for slot in bucket.slots),
+                    bucket.reduce.numel,
+                    type(bucket.reduce.algorithm).__name__,
+                    dataclasses.replace(bucket.totals, seconds=dict(bucket.totals.seconds)),
+                )
+                for bucket in self._buckets
+            ),
+            groups={
+                name: GroupSummary(
+                    sum(part.numel for part in parts),
+                    parts[0].dense,
+                    sum(part.elements for part in parts),
+                    sum(part.applied for part in parts),
+                )
+                for name, parts in sorted(groups.items())
+            },
+            busy=self._busy,
+            waited=self._waited,
+        )

@@ -1,0 +1,62 @@
+"""What a user can do with compression while a model trains, with DDP and without it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from .algorithms import Algorithm, Dense
+from .engine import AllReducer
+from .stats import StepStats, Summary
+
+
+class Handle:
+    """Controls of an AllReducer.
+
+    Setting `algorithm`, `detach`, `check_replicas` and loading a state are collective: all ranks
+    do it together.
+    """
+
+    @property
+    @abstractmethod
+    def reducer(self) -> AllReducer:
+        """The engine."""
+
+    @abstractmethod
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """What replicas must agree on."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Set it, on all ranks, to change density or algorithm; residuals carry over."""
+        return self.reducer.algorithm
+
+    @algorithm.setter
+    def algorithm(self, algorithm: Algorithm) -> None:
+        self.reducer.algorithm = algorithm
+
+    def detach(self) -> None:
+        """From now on dense. The next step also applies all that waits in the residuals."""
+        self.reducer.algorithm = Dense()
+
+    def stats(self) -> Summary:
+        """Totals and means so far; print it for a table."""
+        return self.reducer.stats()
+
+    def subscribe(self, callback: Callable[[StepStats], None]) -> Callable[[], None]:
+        """Call back with each step's statistics, from the communication thread.
+
+        By the time backward returns, it has been called. Returns a function that ends it.
+        """
+        return self.reducer.subscribe(callback)
+
+    def set_trainer(self, trainer: Any) -> None:
+        """Append to the trainer's `sparsities`, `compression_ratios`, `communication_sizes`."""
+        self.reducer.set_trainer(trainer)
+
+    def check_replicas(self) -> None:
+        """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
+        self.reducer.check_replicas(self._named_parameters())

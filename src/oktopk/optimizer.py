@@ -1,0 +1,257 @@
+"""DistributedOptimizer: averaged gradients for any torch optimizer, without DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .algorithms import Algorithm
+from .buckets import Options
+from .engine import AllReducer, log
+from .handle import Handle
+
+_KEY = "compression"
+
+
+class DistributedOptimizer(Handle, Optimizer):
+    """Wraps an optimizer so that every rank steps with the average of all ranks' gradients.
+
+    ```python
+    optimizer = oktopk.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        algorithm=oktopk.OkTopk(density=0.02),
+    )
+    ```
+
+    Gradients are handed over as backward makes them. When backward returns, `p.grad` is the
+    average, ready for clipping, inspection and GradScaler, as with DDP. Parameters start as they
+    are on rank 0; buffers are each rank's own.
+
+    A parameter without a gradient on this rank counts as zero; without one on any rank it keeps
+    `grad=None`, on all ranks. Ranks must call backward equally often; one that has no batch left
+    just calls `step()`, or `synchronize()`.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: of the model. Those that are frozen, or that the optimizer does not
+            have, are left out.
+        algorithm: what to reduce with.
+        norm_clip: see `oktopk.Options`.
+        trainer: an object whose lists `sparsities`, `compression_ratios` and
+            `communication_sizes` get one number a step.
+        group: a process group that nothing else uses; None makes one of all ranks.
+        options: see `oktopk.Options`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        algorithm: Algorithm,
+        norm_clip: float | None = None,
+        trainer: Any = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        # Not Optimizer.__init__: parameters, groups and state are those of `optimizer`.
+        self.optimizer = optimizer
+        self._parameters = _trained(optimizer, named_parameters)
+        settings = Options.of(norm_clip=norm_clip, **options)
+        if settings.momentum and any(group.get("momentum") for group in optimizer.param_groups):
+            raise ValueError(
+                "both the optimizer and its wrapper have momentum: use an optimizer with "
+                "momentum=0 with momentum correction"
+            )
+        self._reducer = AllReducer(
+            self._parameters.items(),
+            algorithm,
+            group,
+            settings,
+            may_be_unused=True,
+            trainer=trainer,
+        )
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}
+        self._sync = True
+        self._synchronized = False
+        self._backward: int | None = None
+        """Which backward is under way, as autograd numbers them."""
+        self._arrived: set[str] = set()
+        self._submitted = 0
+        for parameter in self._parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        self.broadcast_parameters()
+
+    @property
+    def reducer(self) -> AllReducer:
+        return self._reducer
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self._parameters.items()
+
+    def broadcast_parameters(self, source: int = 0) -> None:
+        """Give all ranks the parameters of one. Collective; done once at the start."""
+        self.reducer.broadcast([p.detach() for p in self._parameters.values()], source)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward in here accumulate; the next backward outside averages all."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _ready(self, parameter: Tensor) -> None:
+        """Called by backward, for each parameter whose gradient is complete."""
+        if not self._sync:
+            self._synchronized = False
+            return
+        backward = torch._C._current_graph_task_id()
+        if self._backward is None:
+            self._backward = backward
+            self._synchronized = False
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.synchronize)
+        elif self._backward != backward:
+            raise RuntimeError(
+                "a backward began before the last one had ended: use checkpoint(..., "
+                "use_reentrant=False); if the last one failed, call zero_grad() and try again"
+            )
+        self._arrived.add(self._names[id(parameter)])
+        buckets = self.reducer.buckets
+        while self._submitted < len(buckets) and self._arrived.issuperset(buckets[self._submitted]):
+            self._submit(buckets)
+
+    def _submit(self, buckets: list[list[str]]) -> None:
+        """Hand over the next bucket. All ranks do it in this order, whatever is ready first."""
+        gradients, absent = {}, []
+        for name in buckets[self._submitted]:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                absent.append(name)
+                parameter.grad = torch.zeros_like(parameter)
+            gradients[name] = _flat(name, parameter, self._strides[name])
+        self._submitted += 1
+        last = self._submitted == len(buckets)
+        self.reducer.submit(gradients, next(iter(gradients.values())), last, absent)
+
+    def synchronize(self) -> None:
+        """Until all gradients are averages; a rank that called no backward contributes zeros.
+
+        Backward does this at its end, so there is no need to, unless it was not called.
+        """
+        if self._synchronized:
+            return
+        buckets = self.reducer.buckets
+        while self._submitted < len(buckets):
+            self._submit(buckets)
+        self._new_round()
+        self.reducer.wait()
+        self._synchronized = True
+        for name in self.reducer.unused:
+            self._parameters[name].grad = None
+
+    def _new_round(self) -> None:
+        self._backward, self._submitted, self._arrived = None, 0, set()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the wrapped optimizer, on all ranks or, after a NaN or Inf, on none."""
+        result = None
+        if closure is not None:
+            result = self.optimizer.step(closure)
+        else:
+            self.synchronize()
+            if not self.reducer.skipped:
+                result = self.optimizer.step()
+        self._synchronized = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._backward is not None:  # one that failed half-way
+            self.reducer.forget()
+            self._new_round()
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and this rank's residuals under `compression`.
+
+        Every rank must save its own.
+        """
+        return self.optimizer.state_dict() | {_KEY: self.reducer.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Of a wrapped optimizer or, to begin with empty residuals, of a plain one."""
+        inner = {key: value for key, value in state_dict.items() if key != _KEY}
+        self.optimizer.load_state_dict(inner)
+        if _KEY in state_dict:
+            self.reducer.load_state_dict(state_dict[_KEY], strict)
+        else:
+            log.warning(
+                "the optimizer's state holds no compression state: residuals stay as they are"
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError(
+            "parameters cannot be added to a wrapped optimizer: wrap it when it has them all"
+        )
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r}, algorithm={self.algorithm})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not there yet, or being unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+def _trained(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, nn.Parameter]:
+    """By name, the parameters that both sides have and that are to be trained."""
+    named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    by_name = dict(named)
+    if len(by_name) < len(named):
+        raise ValueError("names in named_parameters are not unique: two models need prefixes")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    missing = len(held - {id(p) for p in by_name.values()})
+    if missing:
+        raise ValueError(
+            f"{missing} parameters of the optimizer are not in named_parameters: pass the "
+            "named_parameters() of the whole model"
+        )
+    return {name: p for name, p in by_name.items() if id(p) in held}
+
+
+def _flat(name: str, parameter: nn.Parameter, stride: tuple[int, ...]) -> Tensor:
+    """The gradient as one flat piece of memory, in the order of the parameter's own elements."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise ValueError(
+            f"{name} has a sparse gradient: build the embedding with sparse=False to compress it"
+        )
+    if gradient.stride() != stride:
+        gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))

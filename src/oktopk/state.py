@@ -1,0 +1,240 @@
+"""What a run must keep to go on, as tensors and plain values, and whether replicas are equal.
+
+Residuals are kept by the name of their parameter and in its shape. So they can be taken up by a
+model in other buckets, with another memory format, or on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .algorithms import Algorithm
+from .buckets import Bucket
+from .transport import Transport
+
+log = logging.getLogger("oktopk")
+
+_FORMAT = 1
+_KEYS = {
+    "format",
+    "rank",
+    "size",
+    "step",
+    "algorithm",
+    "momentum",
+    "residual",
+    "velocity",
+    "buckets",
+}
+_CHUNK = 1 << 20
+
+
+class ReplicaError(RuntimeError):
+    """Ranks no longer hold the same parameters."""
+
+
+def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) -> dict[str, Any]:
+    """The state of one rank."""
+    residuals: dict[str, Tensor] = {}
+    velocities: dict[str, Tensor] = {}
+    thresholds = []
+    for bucket in buckets:
+        own = bucket.reduce.state_dict()
+        for kept, name in ((residuals, "residual"), (velocities, "velocity")):
+            flat = own.pop(name)
+            if flat.numel():
+                kept |= {slot.name: piece.clone() for slot, piece in bucket.pieces(flat)}
+        thresholds.append(own | {"parameters": [slot.name for slot in bucket.slots]})
+    return {
+        "format": _FORMAT,
+        "rank": transport.rank,
+        "size": transport.size,
+        "step": buckets[0].reduce.steps,
+        "algorithm": describe(algorithm),
+        "momentum": buckets[0].reduce.momentum,
+        "residual": residuals,
+        "velocity": velocities,
+        "buckets": thresholds,
+    }
+
+
+def unpack(
+    saved: Mapping[str, Any],
+    buckets: Sequence[Bucket],
+    algorithm: Algorithm,
+    transport: Transport,
+    strict: bool,
+) -> None:
+    """Put the state of one rank in its place; all ranks fail together, before anything changed."""
+    problem, differences = _problem(saved, transport), []
+    if not problem:
+        differences = _differences(saved, buckets, algorithm)
+        if differences and strict:
+            problem = "; ".join(differences) + ". To take what fits, load with strict=False"
+    common = "" if problem else f"step {saved['step']}, {saved['algorithm']}, strict={strict}"
+    transport.agree(problem, common, "load the checkpoint of the same step")
+    for difference in differences:
+        log.warning("checkpoint: %s; the rest is taken", difference)
+    thresholds = {tuple(own["parameters"]): own for own in saved["buckets"]}
+    if saved["algorithm"] != describe(algorithm):
+        thresholds = {}
+    for bucket in buckets:
+        own = bucket.reduce.state_dict()
+        for name in ("residual", "velocity"):
+            if own[name].numel():
+                own[name].zero_()
+                for slot, piece in bucket.pieces(own[name]):
+                    if _fits(saved[name].get(slot.name), piece):
+                        piece.copy_(saved[name][slot.name])
+        names = tuple(slot.name for slot in bucket.slots)
+        kept = {k: v for k, v in thresholds.get(names, _fresh(saved)).items() if k != "parameters"}
+        bucket.reduce.load_state_dict(own | kept)
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """The state for one of `size` ranks, from the states that another number of ranks saved.
+
+    What matters is the pending average, sum(residuals) / ranks: it is the same before and after.
+    Rank j of P takes the mean of the old residuals over its share of them: old rank i of Q stands
+    for the interval from i/Q to (i+1)/Q, new rank j for that from j/P to (j+1)/P, and each old
+    residual counts by its part of the new interval. Thresholds and regions begin anew.
+
+    Args:
+        states: those of the old ranks that share in this one, see `sharers`.
+    """
+    shares = sharers(rank, size, states[0]["size"])
+
+    def mean(name: str) -> dict[str, Tensor]:
+        means: dict[str, Tensor] = {}
+        for old in states:
+            for key, value in old[name].items():
+                part = value * shares[old["rank"]]
+                means[key] = means[key].add_(part) if key in means else part
+        return means
+
+    changed = {"rank": rank, "size": size, "buckets": []}
+    return dict(states[0]) | changed | {name: mean(name) for name in ("residual", "velocity")}
+
+
+def sharers(rank: int, size: int, old_size: int) -> dict[int, float]:
+    """The old ranks whose residuals rank `rank` of `size` takes on, and their weights in it."""
+    weights = {}
+    for old in range(old_size):
+        # The overlap of both intervals, in units of 1 / (size * old_size).
+        overlap = min((old + 1) * size, (rank + 1) * old_size) - max(old * size, rank * old_size)
+        if overlap > 0:
+            weights[old] = overlap / old_size
+    return weights
+
+
+def describe(algorithm: Algorithm) -> dict[str, Any]:
+    """An algorithm in plain values."""
+    knobs = {k: list(v) if k == "ramp" else v for k, v in dataclasses.asdict(algorithm).items()}
+    return {"name": type(algorithm).__name__} | knobs
+
+
+def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """For a bucket that starts without thresholds and regions."""
+    return {
+        "boundaries": torch.zeros(0, dtype=torch.int64),
+        "local_threshold": math.inf,
+        "local_trend": 0.0,
+        "global_threshold": math.inf,
+        "global_trend": 0.0,
+        "step": saved["step"],
+        "sparse_steps": 0,
+    }
+
+
+def _problem(saved: Mapping[str, Any], transport: Transport) -> str | None:
+    """Why a state cannot be loaded at all."""
+    if set(saved) != _KEYS:
+        return (
+            f"this is not the state of a compressed model: it has {sorted(saved)}, but must have "
+            f"{sorted(_KEYS)}"
+        )
+    if saved["format"] != _FORMAT:
+        return f"the state has format {saved['format']}, this version of oktopk reads {_FORMAT}"
+    if saved["size"] != transport.size:
+        return (
+            f"the state was saved by {saved['size']} ranks, here are {transport.size}: load it "
+            "with oktopk.checkpoint.load, which redistributes residuals"
+        )
+    if saved["rank"] != transport.rank:
+        return (
+            f"this is the state of rank {saved['rank']}, loaded on rank {transport.rank}: "
+            "residuals differ on every rank, so each must save and load its own"
+        )
+    return None
+
+
+def _differences(
+    saved: Mapping[str, Any], buckets: Sequence[Bucket], algorithm: Algorithm
+) -> list[str]:
+    """What a state was saved with that is not so here."""
+    found = []
+    here = {slot.name: slot.size for bucket in buckets for slot in bucket.slots}
+    there = {name: residual.shape for name, residual in saved["residual"].items()}
+    for what, names in (("not in this model", there.keys() - here), ("new", here.keys() - there)):
+        if names:
+            listed = ", ".join(sorted(names)[:5])
+            found.append(f"another model: {len(names)} parameters are {what} ({listed})")
+    other = [name for name, size in here.items() if name in there and there[name] != size]
+    if other:
+        name = other[0]
+        shapes = f"{tuple(there[name])} in the state, {tuple(here[name])} here"
+        found.append(f"another model: {len(other)} parameters have another shape ({name}: {shapes}")
+        found[-1] += ")"
+    mine, theirs = describe(algorithm), saved["algorithm"]
+    if mine != theirs:
+        changed = [
+            f"{knob}={theirs.get(knob)!r} in the state, {mine.get(knob)!r} here"
+            for knob in {**theirs, **mine}
+            if theirs.get(knob) != mine.get(knob)
+        ]
+        found.append(f"another algorithm ({', '.join(changed)})")
+    if saved["momentum"] != buckets[0].reduce.momentum:
+        momentum = buckets[0].reduce.momentum
+        found.append(f"another momentum ({saved['momentum']} in the state, {momentum} here)")
+    return found
+
+
+def _fits(saved: Tensor | None, piece: Tensor) -> bool:
+    return saved is not None and saved.shape == piece.shape
+
+
+def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
+    """Compare a hash of each parameter over ranks; all ranks raise, or none."""
+    names, parameters = zip(*named_parameters, strict=True)
+    mine = torch.tensor([_hash(p) for p in parameters], dtype=torch.int64, device=transport.device)
+    table = torch.stack(transport.all_gather(mine)).tolist()
+    lines = []
+    for name, hashes in zip(names, zip(*table, strict=True), strict=True):
+        [(usual, _)] = Counter(hashes).most_common(1)
+        odd = [str(rank) for rank, value in enumerate(hashes) if value != usual]
+        if odd:
+            lines.append(f"  {name}: rank {', '.join(odd)}")
+    if lines:
+        raise ReplicaError(
+            f"{len(lines)} of {len(names)} parameters are not the same on all ranks, so they no "
+            "longer train one model. Look for code that changes parameters on some ranks only, or "
+            "restart from a checkpoint. They differ on:\n" + "\n".join(lines[:20])
+        )
+
+
+def _hash(parameter: Tensor) -> int:
+    """A sum of all elements' bits, weighted by odd numbers: any one change changes it."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=parameter.device)
+    for chunk in parameter.detach().flatten().view(integers).split(_CHUNK):
+        weights = torch.arange(1, 2 * chunk.numel(), 2, device=chunk.device)
+        total = total * 31 + (chunk.to(torch.int64) * weights).sum()  # wraps around
+    return int(total)

@@ -1,0 +1,96 @@
+"""The communication thread: tasks in, answers out, first in, first out.
+
+All ranks must run their collectives in the same order. One thread that takes tasks from one
+queue gives that order, and a process group of its own keeps it apart from whatever the training
+thread sends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+Task = tuple[Callable[[], Any], "Future[Any]"]
+
+_PATIENCE = 2.0
+"""Seconds that the end of a process waits for a task that is still under way. It may wait for a
+rank that is gone, so this must end."""
+_workers: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
+_alone: list[Worker] = []
+
+
+class Worker:
+    """A thread, its queue, and the process group that only this thread uses."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # A daemon, and without a reference to the worker: neither keeps the other alive.
+        self._thread = threading.Thread(
+            target=_serve, args=(self._tasks,), name="oktopk", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, _stop, self._tasks, self._thread)
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run a task after all that were submitted before."""
+        answer: Future[T] = Future()
+        self._tasks.put((task, answer))
+        return answer
+
+    def run(self, task: Callable[[], T]) -> T:
+        """The same, and wait for its answer or its exception."""
+        return self.submit(task).result()
+
+
+def worker(group: dist.ProcessGroup | None) -> Worker:
+    """The worker of this process for a group; one for all that ask for the same.
+
+    Args:
+        group: used by the worker alone from now on. None: a new group of all ranks, which the
+            first call makes: a collective that all ranks must join.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if not _alone:
+            _alone.append(Worker(None))
+        return _alone[0]
+    key = group or dist.group.WORLD
+    if key not in _workers:
+        _workers[key] = Worker(group or _group_like_default())
+    return _workers[key]
+
+
+def _group_like_default() -> Any:
+    """A second group of all ranks, with the timeout that the user gave the first."""
+    default = dist.group.WORLD
+    assert default is not None
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    try:
+        timeout = default._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # not every backend has options
+        timeout = None
+    return dist.new_group(timeout=timeout)
+
+
+def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
+    while (entry := tasks.get()) is not None:
+        task, answer = entry
+        try:
+            answer.set_result(task())
+        except BaseException as error:
+            answer.set_exception(error)
+        del entry, task, answer  # or the thread would keep them until the next one comes
+
+
+def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+    tasks.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
