@@ -138,6 +138,15 @@ class AllReducer:
     # What the training thread calls.
 
     @property
+    def rank(self) -> int:
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._transport.size
+
+    @property
     def buckets(self) -> list[list[str]]:
         """The parameters of each bucket, in the order in which backward should deliver them."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
@@ -271,6 +280,14 @@ class AllReducer:
                 self._transport.broadcast(tensor, source)
 
         self._worker.run(send)
+
+    def share(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        return self._worker.run(lambda: self._transport.share_text(text))
+
+    def agree(self, problem: str | None, mine: str, fix: str) -> None:
+        """Raise on all ranks if one has a problem or another text; see `Transport.agree`."""
+        self._worker.run(lambda: self._transport.agree(problem, mine, fix))
 
     def check_replicas(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""

@@ -191,14 +191,14 @@ class DistributedOptimizer(Handle, Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Of a wrapped optimizer or, to begin with empty residuals, of a plain one."""
+        has = _KEY in state_dict
+        self.reducer.agree(None, f"{_KEY} in state_dict: {has}", "load the same kind of state")
         inner = {key: value for key, value in state_dict.items() if key != _KEY}
         self.optimizer.load_state_dict(inner)
-        if _KEY in state_dict:
+        if has:
             self.reducer.load_state_dict(state_dict[_KEY], strict)
         else:
-            log.warning(
-                "the optimizer's state holds no compression state: residuals stay as they are"
-            )
+            log.warning("no compression in the optimizer's state: residuals stay as they are")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -108,7 +108,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     residual counts by its part of the new interval. Thresholds and regions begin anew.
 
     Args:
-        states: those of the old ranks that share in this one, see `sharers`.
+        states: those of the old ranks that share in this one, see `sharers`; one that is not
+            there counts as zero.
     """
     shares = sharers(rank, size, states[0]["size"])
 
@@ -116,7 +117,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
         means: dict[str, Tensor] = {}
         for old in states:
             for key, value in old[name].items():
-                part = value * shares[old["rank"]]
+                part = value * shares.get(old["rank"], 0.0)
                 means[key] = means[key].add_(part) if key in means else part
         return means
 

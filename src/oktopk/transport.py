@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_DESCRIPTION_BYTES = 1024
+_TEXT_BYTES = 1024
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -100,6 +100,13 @@ class Transport:
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
         return traded
 
+    def share_text(self, text: str) -> list[str]:
+        """Every rank's text, in rank order; what is too long is cut."""
+        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
+        gathered = self.all_gather(message)
+        return [bytes(other.tolist()).decode(errors="replace").strip() for other in gathered]
+
     def agree(self, problem: str | None, mine: str, fix: str) -> None:
         """One small allgather, so that ranks that are wrong or differ fail at once, all of them,
         instead of hanging or going apart later.
@@ -109,13 +116,7 @@ class Transport:
             mine: what must be the same on all ranks, as text.
             fix: what to do on every rank, for the message.
         """
-        text = f"ERROR {problem}" if problem else mine
-        encoded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES)
-        message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
-        texts = [
-            bytes(other.tolist()).decode(errors="replace").strip()
-            for other in self.all_gather(message)
-        ]
+        texts = self.share_text(f"ERROR {problem}" if problem else mine)
         if problem:
             raise ValueError(problem)
         if len(set(texts)) > 1:
