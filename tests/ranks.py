@@ -29,6 +29,8 @@ class Rank:
     rank: int
     size: int
     group: dist.ProcessGroup
+    own_group: dist.ProcessGroup
+    """A second group of the same processes, for the communication thread."""
     odd_group: Any = None
     """The group of processes 1 and 3, as torch.distributed gives it to members and others."""
 
@@ -120,6 +122,7 @@ def _serve(
     store = FileStore(os.path.join(folder, "store"), max(sizes))
     dist.init_process_group(backend, store=store, rank=rank, world_size=max(sizes), timeout=limit)
     groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
+    own_groups = {size: dist.new_group(list(range(size)), timeout=limit) for size in sizes}
     odd_group = dist.new_group([1, 3], timeout=limit) if max(sizes) > 3 else None
     while True:
         try:
@@ -127,6 +130,7 @@ def _serve(
         except EOFError:
             return
         try:
-            pipe.send((function(Rank(rank, size, groups[size], odd_group), *args), None))
+            where = Rank(rank, size, groups[size], own_groups[size], odd_group)
+            pipe.send((function(where, *args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))

@@ -141,7 +141,7 @@ def subgroup(rank: Rank) -> list[int] | None:
         with pytest.raises(ValueError, match="not a member of `group`"):
             oktopk.SparseAllreduce(oktopk.OkTopk(), NUMEL, group)
         return None
-    inside = Rank(dist.get_rank(group), 2, group)
+    inside = Rank(dist.get_rank(group), 2, group, group)
     counts = []
     for name in NAMES:
         reduce = oktopk.SparseAllreduce(oktopk.algorithm(name, density=0.02), NUMEL, group)

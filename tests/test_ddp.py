@@ -1,0 +1,569 @@
+"""Compression inside DistributedDataParallel, on real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+from models import (
+    SMALL,
+    attached,
+    gradients,
+    local_gradient,
+    loss_of,
+    net,
+    parameters,
+    run,
+    sgd,
+)
+from ranks import Rank, Ranks
+
+OKTOPK = oktopk.OkTopk(density=0.05)
+
+
+def train(rank: Rank, algorithm: oktopk.Algorithm | None, steps: int, **options: Any) -> Tensor:
+    if algorithm is None:
+        model = DDP(net(), process_group=rank.group, bucket_cap_mb=0.01)
+    else:
+        model, _ = attached(rank, algorithm, **options)
+    run(rank, model, sgd(model), range(steps))
+    return parameters(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "algorithm", [oktopk.Dense(), oktopk.OkTopk(density=1.0), oktopk.TopkDSA(density=1.0)]
+)
+def test_everything_sent_is_plain_ddp(ranks: Ranks, size: int, algorithm: oktopk.Algorithm) -> None:
+    plain = ranks.run(size, train, None, 50)[0]
+    ours = ranks.run(size, train, algorithm, 50)[0]
+    if size <= 2:  # two numbers have one sum, three depend on the order
+        assert torch.equal(plain, ours)
+    else:
+        torch.testing.assert_close(plain, ours, atol=1e-6, rtol=1e-6)
+
+
+def variant(rank: Rank, ddp_options: dict[str, Any], steps: int) -> tuple[Tensor, Tensor]:
+    model = net()
+    ddp = DDP(model, process_group=rank.group, **ddp_options)
+    handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group, **SMALL)
+    run(rank, ddp, sgd(model), range(steps))
+    handle.check_replicas()
+    residual = handle.state_dict()["residual"]
+    return parameters(model), torch.cat([residual[n].flatten() for n in sorted(residual)])
+
+
+@pytest.mark.parametrize(
+    "ddp_options",
+    [
+        {"bucket_cap_mb": 0.01},
+        {"bucket_cap_mb": 0.003},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 0.01},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.01},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_results_do_not_depend_on_the_buckets_of_ddp(
+    ranks: Ranks, ddp_options: dict[str, Any]
+) -> None:
+    expected = ranks.run(3, variant, {}, 12)
+    for (weights, residual), (want_weights, want_residual) in zip(
+        ranks.run(3, variant, ddp_options, 12), expected, strict=True
+    ):
+        assert torch.equal(weights, want_weights)
+        assert torch.equal(residual, want_residual)
+
+
+def conserve(
+    rank: Rank, algorithm: oktopk.Algorithm, options: dict[str, Any], steps: int
+) -> list[tuple[dict[str, Tensor], ...]]:
+    """For each step: residuals before, this rank's gradient, the average, residuals after."""
+    model, handle = attached(rank, algorithm, **options)
+    optimizer = sgd(model)
+    seen = []
+    for step in range(steps):
+        before = handle.state_dict()["residual"]
+        own = local_gradient(model, step, rank.rank)
+        optimizer.zero_grad()
+        loss_of(model, step, rank.rank).backward()
+        seen.append((before, own, gradients(model), handle.state_dict()["residual"]))
+        optimizer.step()
+    return seen
+
+
+def assert_conserved(outcomes: list[Any]) -> None:
+    """sum(residual after) + P * average = sum(residual before + gradient), by parameter."""
+    size = len(outcomes)
+    for step in zip(*outcomes, strict=True):
+        average = step[0][2]
+        for other in step[1:]:
+            assert all(torch.equal(average[name], other[2][name]) for name in average)
+        for name in average:
+            entered = sum(before[name] + own[name] for before, own, _, _ in step)
+            left = sum(after[name] for *_, after in step) + size * average[name]
+            torch.testing.assert_close(left, entered, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", oktopk.names())
+def test_nothing_is_lost(ranks: Ranks, name: str, size: int) -> None:
+    algorithm = oktopk.algorithm(name, density=0.05, warmup_steps=size % 2)
+    assert_conserved(ranks.run(size, conserve, algorithm, {}, 6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scope": "model"}, {"dense_below": 0}, {"dense": ["3.*"]}, {"bucket_mb": 1e-4}],
+    ids=str,
+)
+def test_nothing_is_lost_whatever_the_options(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_conserved(ranks.run(3, conserve, OKTOPK, options, 6))
+
+
+def test_small_and_named_parameters_are_averaged_densely(ranks: Ranks) -> None:
+    outcomes = ranks.run(3, conserve, OKTOPK, {"dense": ["5.*"]}, 4)
+    for step in zip(*outcomes, strict=True):
+        for name, average in step[0][2].items():
+            exact = sum(own[name] for _, own, _, _ in step) / 3
+            if name.startswith("5.") or exact.numel() < 512:
+                torch.testing.assert_close(average, exact, atol=1e-6, rtol=1e-5)
+                assert not any(after[name].any() for *_, after in step)
+            else:
+                assert average.count_nonzero() < 0.5 * average.numel()
+
+
+def whole_model(rank: Rank) -> tuple[Tensor, Tensor]:
+    """The averages of scope="model", and of the same gradients as one vector."""
+    model, handle = attached(rank, OKTOPK, scope="model", dense_below=0)
+    own = local_gradient(model, 0, rank.rank)
+    loss_of(model, 0, rank.rank).backward()
+    names = handle.reducer.buckets[0]
+    assert sorted(names) == sorted(own)
+    reduce = oktopk.SparseAllreduce(OKTOPK, sum(g.numel() for g in own.values()), rank.group)
+    expected = reduce(torch.cat([own[name].flatten() for name in names]))
+    return torch.cat([gradients(model)[name].flatten() for name in names]), expected
+
+
+def test_model_scope_selects_over_all_gradients_at_once(ranks: Ranks) -> None:
+    for average, expected in ranks.run(4, whole_model):
+        assert torch.equal(average, expected)
+        assert average.count_nonzero() == OKTOPK.target(average.numel())
+
+
+def watch(rank: Rank, warmup: int, steps: int) -> dict[str, Any]:
+    trainer = SimpleNamespace(sparsities=[], compression_ratios=[], communication_sizes=[])
+    algorithm = oktopk.OkTopk(density=0.05, warmup_steps=warmup)
+    model, handle = attached(rank, algorithm, trainer=trainer)
+    seen: list[oktopk.StepStats] = []
+    stop = handle.subscribe(seen.append)
+    lengths = []
+    run(rank, model, sgd(model), range(steps), lambda _: lengths.append(len(trainer.sparsities)))
+    stop()
+    handle.set_trainer(None)
+    run(rank, model, sgd(model), range(1))
+    return vars(trainer) | {"lengths": lengths, "seen": seen, "stats": handle.stats()}
+
+
+def test_metrics_are_there_from_the_first_step(ranks: Ranks) -> None:
+    numel = sum(p.numel() for p in net().parameters())
+    for told in ranks.run(4, watch, 3, 8):
+        assert told["lengths"] == list(range(1, 9))  # each step's when its backward returns
+        assert told["sparsities"][:3] == [0.0] * 3
+        assert told["compression_ratios"][:3] == [1.0] * 3
+        dense = 2 * 4 * numel * 3 / 4
+        assert all(dense <= size <= dense + 64 for size in told["communication_sizes"][:3])
+        assert all(0.9 < sparsity < 0.96 for sparsity in told["sparsities"][3:])
+        assert all(10 < ratio < 25 for ratio in told["compression_ratios"][3:])
+        assert all(0 < size < dense / 3 for size in told["communication_sizes"][3:])
+        assert [stats.step for stats in told["seen"]] == list(range(8))
+        assert [stats.phase for stats in told["seen"]] == ["dense"] * 3 + ["sparse"] * 5
+
+
+def test_stats_add_up(ranks: Ranks) -> None:
+    for told in ranks.run(2, watch, 2, 7):
+        stats, seen = told["stats"], told["seen"]
+        assert stats.totals.steps == 8
+        assert stats.totals.dense_steps == 2
+        assert sum(bucket.numel for bucket in stats.buckets) == seen[0].numel
+        assert sum(group.numel for group in stats.groups.values()) == seen[0].numel
+        assert sum(group.applied for group in stats.groups.values()) == stats.totals.applied
+        assert stats.totals.applied > sum(s.selected_global for s in seen)
+        assert stats.totals.bytes_sent == sum(b.totals.bytes_sent for b in stats.buckets)
+        assert 0 < sum(stats.totals.seconds.values()) <= stats.busy
+        assert stats.as_dict()["totals"]["compression_ratio"] == stats.totals.compression_ratio
+        assert "MB sent" in str(stats)
+
+
+def sparse_at_once(rank: Rank) -> list[str]:
+    seen: list[oktopk.StepStats] = []
+    model, handle = attached(rank, OKTOPK)
+    handle.subscribe(seen.append)
+    run(rank, model, sgd(model), range(3))
+    return [stats.phase for stats in seen]
+
+
+def test_works_from_step_0(ranks: Ranks) -> None:
+    assert ranks.run(2, sparse_at_once) == [["sparse"] * 3] * 2
+
+
+def accumulate(rank: Rank, times: int) -> tuple[Tensor, ...]:
+    """The average after some backwards without synchronisation, and what it should be."""
+    model, _ = attached(rank, oktopk.Dense())
+    own = [local_gradient(model, step, rank.rank) for step in range(times)]
+    for step in range(times - 1):
+        with model.no_sync():
+            loss_of(model, step, rank.rank).backward()
+    loss_of(model, times - 1, rank.rank).backward()
+    expected = torch.cat([sum(g[name] for g in own).flatten() for name in own[0]])  # type: ignore[union-attr]
+    return torch.cat([g.flatten() for g in gradients(model).values()]), expected
+
+
+def test_accumulated_gradients_are_averaged_once(ranks: Ranks) -> None:
+    outcomes = ranks.run(3, accumulate, 3)
+    expected = sum(own for _, own in outcomes) / 3
+    for average, _ in outcomes:
+        torch.testing.assert_close(average, expected, atol=1e-6, rtol=1e-5)
+
+
+def uneven(rank: Rank, algorithm: oktopk.Algorithm) -> tuple[Tensor, int]:
+    model, handle = attached(rank, algorithm)
+    optimizer = sgd(model)
+    with model.join():
+        run(rank, model, optimizer, range(3 + 2 * rank.rank))
+    handle.check_replicas()
+    return parameters(model), handle.stats().totals.steps
+
+
+@pytest.mark.parametrize("algorithm", [oktopk.Dense(), OKTOPK], ids=["dense", "oktopk"])
+def test_uneven_inputs_with_join(ranks: Ranks, algorithm: oktopk.Algorithm) -> None:
+    outcomes = ranks.run(3, uneven, algorithm)
+    assert [steps for _, steps in outcomes] == [7] * 3
+    assert all(torch.equal(outcomes[0][0], weights) for weights, _ in outcomes)
+
+
+class Branches(nn.Module):
+    """One of two branches is used in a step, or, on other ranks, the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.common = nn.Linear(32, 32)
+        self.left = nn.Linear(32, 32)
+        self.right = nn.Linear(32, 32)
+        self.never = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        result: Tensor = (self.left if left else self.right)(self.common(x))
+        return result
+
+
+def branching(rank: Rank, density: float) -> list[tuple[Tensor, ...]]:
+    torch.manual_seed(rank.rank)
+    model = Branches()
+    ddp = DDP(model, process_group=rank.group, find_unused_parameters=True, bucket_cap_mb=0.002)
+    algorithm = oktopk.OkTopk(density=density)
+    handle = oktopk.attach(ddp, algorithm, group=rank.own_group, dense_below=64, bucket_mb=0.005)
+    seen = []
+    for step in range(8):
+        # Both branches in some steps (on different ranks), one of them in others.
+        left = [True, rank.rank == 0, False, False][step % 4]
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+        before = handle.state_dict()["residual"]["left.weight"]
+        loss = model(x, left).square().mean()
+        [own] = torch.autograd.grad(loss, [model.left.weight], allow_unused=True)
+        model.zero_grad()
+        ddp(x, left).square().mean().backward()
+        average = model.left.weight.grad
+        after = handle.state_dict()["residual"]["left.weight"]
+        zeros = torch.zeros_like(before)
+        seen.append(tuple(zeros if t is None else t.clone() for t in (before, own, average, after)))
+        assert model.never.weight.grad is None
+    handle.check_replicas()
+    return seen
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_what_waits_for_unused_parameters_goes_on_waiting(ranks: Ranks, density: float) -> None:
+    outcomes = ranks.run(3, branching, density)
+    waited = False
+    for step in zip(*outcomes, strict=True):
+        average = step[0][2]
+        entered = sum(before + own for before, own, _, _ in step)
+        left = sum(after for *_, after in step) + 3 * average
+        torch.testing.assert_close(left, entered, atol=1e-5, rtol=1e-5)
+        used = any(own.any() for _, own, _, _ in step)
+        assert used or not average.any()
+        waited |= not used and bool(sum(after.abs().sum() for *_, after in step) > 0)
+    assert waited or density == 1.0
+
+
+def frozen(rank: Rank) -> tuple[bool, list[str]]:
+    model = net()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    ddp, handle = attached(rank, OKTOPK, model)
+    run(rank, ddp, sgd(ddp), range(4))
+    handle.check_replicas()
+    return torch.equal(before, model[0].weight), sorted(handle.state_dict()["residual"])
+
+
+def test_frozen_parameters_are_left_alone(ranks: Ranks) -> None:
+    for same, names in ranks.run(2, frozen):
+        assert same
+        assert "0.weight" not in names
+        assert "3.weight" in names
+
+
+def compiled(rank: Rank, how: str) -> tuple[Tensor, list[str]]:
+    model: Any = net()
+    inner: Any = torch.compile(model, backend="aot_eager") if how == "inside" else model
+    ddp = DDP(inner, process_group=rank.group)
+    outer: Any = torch.compile(ddp, backend="aot_eager") if how == "outside" else ddp
+    handle = oktopk.attach(outer, OKTOPK, group=rank.own_group, **SMALL)
+    run(rank, outer, sgd(model), range(5))
+    return parameters(model), sorted(handle.state_dict()["residual"])
+
+
+@pytest.mark.parametrize("how", ["inside", "outside"])
+def test_compiled_models(ranks: Ranks, how: str) -> None:
+    expected, names = ranks.run(2, compiled, "not at all")[0]
+    for weights, compiled_names in ranks.run(2, compiled, how):
+        torch.testing.assert_close(weights, expected, atol=1e-4, rtol=1e-4)
+        assert compiled_names == names
+
+
+def channels_last(rank: Rank, steps: int) -> list[tuple[dict[str, Tensor], ...]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    ddp = DDP(model, process_group=rank.group)
+    handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group, dense_below=64)
+    seen = []
+    for step in range(steps):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step + 9 * rank.rank))
+        before = handle.state_dict()["residual"]
+        own = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        named = dict(zip(dict(model.named_parameters()), own, strict=True))
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        seen.append((before, named, gradients(ddp), handle.state_dict()["residual"]))
+    return seen
+
+
+def test_other_memory_formats(ranks: Ranks) -> None:
+    assert_conserved(ranks.run(3, channels_last, 4))
+
+
+def sixteen_bits(rank: Rank) -> list[Any]:
+    model = net().to(torch.bfloat16)
+    ddp, handle = attached(rank, OKTOPK, model)
+    seen = []
+    for step in range(4):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step + 9 * rank.rank))
+        x = x.to(torch.bfloat16)
+        before = handle.state_dict()["residual"]
+        own = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        names = [name for name, _ in model.named_parameters()]
+        named = {name: g.float() for name, g in zip(names, own, strict=True)}
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        averages = {n: g.float() for n, g in gradients(ddp).items()}
+        seen.append((before, named, averages, handle.state_dict()["residual"]))
+    handle.check_replicas()
+    return seen
+
+
+def test_models_in_16_bits(ranks: Ranks) -> None:
+    assert_conserved(ranks.run(3, sixteen_bits))
+
+
+def as_pair(rank: Rank, when: str) -> Tensor:
+    model = net()
+    if when == "before":
+        state, hook = oktopk.comm_hook(model, OKTOPK, group=rank.own_group, **SMALL)
+    ddp = DDP(model, process_group=rank.group, bucket_cap_mb=0.01)
+    if when == "after":
+        state, hook = oktopk.comm_hook(ddp, OKTOPK, group=rank.own_group, **SMALL)
+    ddp.register_comm_hook(state, hook)
+    run(rank, ddp, sgd(model), range(6))
+    state.check_replicas()
+    assert state.stats().totals.steps == 6
+    return parameters(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_plain_pair_does_the_same(ranks: Ranks, when: str) -> None:
+    expected = ranks.run(2, train, OKTOPK, 6)[0]
+    assert all(torch.equal(expected, weights) for weights in ranks.run(2, as_pair, when))
+
+
+def detached(rank: Rank) -> tuple[list[Any], list[str]]:
+    model, handle = attached(rank, OKTOPK)
+    run(rank, model, sgd(model), range(5))
+    phases: list[str] = []
+    handle.subscribe(lambda stats: phases.append(stats.phase))
+    handle.detach()
+    seen = []
+    for step in range(5, 8):
+        before = handle.state_dict()["residual"]
+        own = local_gradient(model, step, rank.rank)
+        model.zero_grad()
+        loss_of(model, step, rank.rank).backward()
+        seen.append((before, own, gradients(model), handle.state_dict()["residual"]))
+    return seen, phases
+
+
+def test_detached_is_dense_and_nothing_is_lost(ranks: Ranks) -> None:
+    outcomes = ranks.run(3, detached)
+    assert_conserved([seen for seen, _ in outcomes])
+    for seen, phases in outcomes:
+        assert phases == ["dense"] * 3
+        assert any(residual.any() for residual in seen[0][0].values())
+        assert not any(residual.any() for residual in seen[0][3].values())
+
+
+def tampered(rank: Rank) -> None:
+    model, handle = attached(rank, OKTOPK)
+    run(rank, model, sgd(model), range(3))
+    handle.check_replicas()
+    if rank.rank == 1:
+        weight = model.module[3].weight.data
+        weight[5, 7] = torch.nextafter(weight[5, 7], torch.tensor(9.0))
+    handle.check_replicas()
+
+
+def test_a_replica_that_was_tampered_with_is_found(ranks: Ranks) -> None:
+    for _, error in ranks.outcomes(3, tampered):
+        assert error is not None
+        assert "ReplicaError" in error
+        assert "3.weight: rank 1" in error
+
+
+def poisoned(rank: Rank, nonfinite: str, where: str) -> tuple[str, bool, Tensor, Tensor, Tensor]:
+    model, handle = attached(rank, OKTOPK, nonfinite=nonfinite)
+    optimizer = sgd(model)
+    run(rank, model, optimizer, range(3))
+    before = handle.state_dict()["residual"]["3.weight"]
+    optimizer.zero_grad()
+    loss = loss_of(model, 3, rank.rank)
+    if rank.rank == 1:
+        # The hook of one parameter only, so that other buckets are already reduced.
+        handle_ = model.module.get_parameter(where).register_hook(lambda g: g * torch.nan)
+    message = ""
+    try:
+        loss.backward()
+    except oktopk.NonFiniteGradientError as error:
+        message = str(error)
+    if rank.rank == 1:
+        handle_.remove()
+    averages = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    unchanged = torch.equal(before, handle.state_dict()["residual"]["3.weight"])
+    run(rank, model, optimizer, range(4, 7))  # it goes on
+    handle.check_replicas()
+    return message, unchanged, averages, parameters(model), before
+
+
+@pytest.mark.parametrize("where", ["0.weight", "5.weight", "2.bias"])
+def test_a_nan_raises_on_all_ranks_and_training_can_go_on(ranks: Ranks, where: str) -> None:
+    outcomes = ranks.run(3, poisoned, "raise", where)
+    for rank, (message, unchanged, _, weights, _) in enumerate(outcomes):
+        assert "step 3: NaN or Inf in the gradient of rank 1" in message
+        assert (where in message) == (rank == 1)
+        assert unchanged
+        assert bool(weights.isfinite().all())
+
+
+@pytest.mark.parametrize("where", ["0.weight", "5.weight"])
+def test_a_nan_can_be_skipped(ranks: Ranks, where: str) -> None:
+    for message, unchanged, averages, weights, before in ranks.run(3, poisoned, "skip", where):
+        assert message == ""
+        assert unchanged
+        assert before.any()
+        assert not averages.any()
+        assert bool(weights.isfinite().all())
+
+
+def wrong(rank: Rank, what: str) -> None:
+    model = net()
+    if what == "no DDP":
+        oktopk.attach(model, OKTOPK)
+    ddp = DDP(model, process_group=rank.group)
+    match what:
+        case "option":
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group, density=0.1)
+        case "scope":
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group, scope="layer")
+        case "algorithm":
+            oktopk.attach(ddp, "oktopk", group=rank.own_group)  # type: ignore[arg-type]
+        case "group":
+            oktopk.attach(ddp, OKTOPK)
+        case "twice":
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+        case "differ":
+            other = dataclasses.replace(OKTOPK, density=0.01 * (1 + rank.rank))
+            oktopk.attach(ddp, other, group=rank.own_group)
+        case "change":
+            handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+            handle.algorithm = dataclasses.replace(OKTOPK, density=0.01 * (1 + rank.rank))
+        case "sparse":
+            embedding = DDP(nn.Embedding(64, 8, sparse=True), process_group=rank.group)
+            oktopk.attach(embedding, OKTOPK, group=rank.own_group, dense_below=0)
+            embedding(torch.arange(4)).sum().backward()
+        case "thaw":
+            model = net()
+            model[3].weight.requires_grad_(False)
+            ddp = DDP(model, process_group=rank.group)
+            model[3].weight.requires_grad_(True)
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group, **SMALL)
+            loss_of(ddp, 0, rank.rank).backward()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no DDP", "must be in DistributedDataParallel"),
+        ("option", "there is no option 'density'"),
+        ("scope", 'must be "bucket" or "model"'),
+        ("algorithm", "must be an algorithm such as"),
+        ("group", "pass it as group="),
+        ("twice", "DDP does not take a hook here"),
+        ("differ", "ranks disagree: use the same model, algorithm and options"),
+        ("change", "ranks disagree: set the same algorithm"),
+        ("sparse", "sparse=False"),
+        ("thaw", "no gradient came for 3.weight"),
+    ],
+)
+def test_mistakes_are_explained_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
+    for _, error in ranks.outcomes(2, wrong, what):
+        assert error is not None
+        assert message in error
+
+
+def warned(rank: Rank) -> list[str]:
+    import logging
+
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger, keep = logging.getLogger("oktopk"), Keep()
+    logger.addHandler(keep)
+    attached(rank, OKTOPK, dense_below=10**6)
+    logger.removeHandler(keep)
+    return records
+
+
+def test_a_model_too_small_to_compress_is_said_so(ranks: Ranks) -> None:
+    for records in ranks.run(2, warned):
+        assert any("nothing is compressed" in record for record in records)
