@@ -170,9 +170,9 @@ class DistributedCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """To save: this rank's state. To load: room for those of the old ranks it takes on."""
-        state = self._reducer.state_dict()
         olds = sharers(self._reducer.rank, self._reducer.size, self._ranks)
-        return {f"oktopk-rank-{old}": _as_leaves(state) for old in olds}
+        # Tensors of its own for each: what is loaded is written into them.
+        return {f"oktopk-rank-{old}": _as_leaves(self._reducer.state_dict()) for old in olds}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         states = {}

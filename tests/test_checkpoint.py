@@ -1,0 +1,356 @@
+"""Save and resume: bitwise on as many ranks, conserving on another number, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import oktopk
+from models import attached, net, parameters, run, sgd
+from oktopk.state import redistribute, sharers
+from ranks import Rank, Ranks
+
+OKTOPK = oktopk.OkTopk(density=0.05, warmup_steps=2)
+
+
+def through(rank: Rank, folder: str | None, algorithm: oktopk.Algorithm, momentum: float) -> Tensor:
+    """Sixteen steps, with a stop after eight if there is a folder."""
+    plain = {"momentum": 0.0} if momentum else {}
+    model, handle = attached(rank, algorithm, momentum=momentum)
+    optimizer = sgd(model, **plain)
+    run(rank, model, optimizer, range(8))
+    if folder is not None:
+        shared = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        oktopk.checkpoint.save(folder, handle, shared=shared, own={"rank": rank.rank})
+        model, handle = attached(rank, algorithm, net(seed=5), momentum=momentum)
+        optimizer = sgd(model, **plain)
+        restored = oktopk.checkpoint.load(folder, handle)
+        assert restored.step == 8
+        assert restored.own == {"rank": rank.rank}
+        model.module.load_state_dict(restored.shared["model"])
+        optimizer.load_state_dict(restored.shared["optimizer"])
+    run(rank, model, optimizer, range(8, 16))
+    handle.check_replicas()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("name", oktopk.names())
+def test_resume_is_bitwise_the_same(ranks: Ranks, name: str, tmp_path: Path) -> None:
+    algorithm = oktopk.algorithm(name, density=0.05, warmup_steps=2)
+    momentum = 0.9 if name in ("oktopk", "gtopk") else 0.0
+    kept = ranks.run(3, through, None, algorithm, momentum)
+    again = ranks.run(3, through, str(tmp_path), algorithm, momentum)
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def saved(rank: Rank, folder: str, algorithm: oktopk.Algorithm = OKTOPK, steps: int = 6) -> Any:
+    model, handle = attached(rank, algorithm, momentum=0.5)
+    run(rank, model, sgd(model), range(steps))
+    oktopk.checkpoint.save(folder, handle, shared={"steps": steps})
+    return handle.state_dict()
+
+
+def loaded(
+    rank: Rank,
+    folder: str,
+    strict: bool = True,
+    algorithm: oktopk.Algorithm = OKTOPK,
+    model: nn.Module | None = None,
+    momentum: float = 0.5,
+) -> Any:
+    ddp, handle = attached(rank, algorithm, model, momentum=momentum)
+    restored = oktopk.checkpoint.load(folder, handle, strict=strict)
+    state = handle.state_dict()
+    if model is None:
+        run(rank, ddp, sgd(ddp), range(3))
+        handle.check_replicas()
+    return state, restored
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (2, 3), (5, 4), (1, 3), (3, 1)])
+def test_another_number_of_ranks_keeps_the_pending_average(
+    ranks: Ranks, old: int, new: int, tmp_path: Path
+) -> None:
+    before = ranks.run(old, saved, str(tmp_path))
+    after = ranks.run(new, loaded, str(tmp_path))
+    for kind in ("residual", "velocity"):
+        for name in before[0][kind]:
+            pending = sum(state[kind][name] for state in before) / old
+            now = sum(state[kind][name] for state, _ in after) / new
+            torch.testing.assert_close(now, pending, atol=1e-6, rtol=1e-5)
+    for state, restored in after:
+        assert state["step"] == 6
+        assert restored.shared == {"steps": 6}
+        assert restored.own is None
+
+
+@given(st.integers(1, 20), st.integers(1, 20))
+def test_shares_of_old_ranks(old: int, new: int) -> None:
+    taken = dict.fromkeys(range(old), 0.0)
+    for rank in range(new):
+        shares = sharers(rank, new, old)
+        assert sum(shares.values()) == pytest.approx(1)
+        for other, share in shares.items():
+            taken[other] += share
+    assert all(total / new == pytest.approx(1 / old) for total in taken.values())
+    if old == new:
+        assert all(sharers(rank, new, old) == {rank: 1.0} for rank in range(new))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+def test_redistribution_conserves(old: int, new: int, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    states: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "size": old,
+            "step": 3,
+            "residual": {"w": torch.randn(7, generator=random, dtype=torch.float64)},
+            "velocity": {},
+        }
+        for rank in range(old)
+    ]
+    pending = sum(state["residual"]["w"] for state in states) / old
+    ours = [
+        redistribute([states[other] for other in sharers(rank, new, old)], rank, new)
+        for rank in range(new)
+    ]
+    now = sum(state["residual"]["w"] for state in ours) / new
+    torch.testing.assert_close(now, pending)
+    assert [state["rank"] for state in ours] == list(range(new))
+
+
+def test_files_load_safely_and_old_data_go(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saved, str(tmp_path))
+    ranks.run(2, saved, str(tmp_path), OKTOPK, 7)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["step"] == 7
+    assert manifest["ranks"] == 2
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [manifest["data"], "manifest.json"]
+    files = {path.name: path for path in (tmp_path / manifest["data"]).iterdir()}
+    assert set(files) == set(manifest["files"]) == {"rank-0.pt", "rank-1.pt", "shared.pt"}
+    states = [torch.load(files[f"rank-{rank}.pt"], weights_only=True) for rank in range(2)]
+    residuals = [state["compression"]["residual"]["3.weight"] for state in states]
+    assert residuals[0].shape == (64, 64)
+    assert not torch.equal(*residuals)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("remove", "rank-1.pt is missing, though the manifest names it"),
+        ("cut", "rank-1.pt is damaged"),
+        ("flip", "rank-1.pt is damaged"),
+        ("manifest", "there is no checkpoint in"),
+        ("garbage", "cannot be read as a manifest"),
+        ("format", "has format 99"),
+    ],
+)
+def test_damage_is_an_error_on_every_rank(
+    ranks: Ranks, damage: str, message: str, tmp_path: Path
+) -> None:
+    ranks.run(2, saved, str(tmp_path))
+    [file] = tmp_path.glob("data-*/rank-1.pt")
+    manifest = tmp_path / "manifest.json"
+    match damage:
+        case "remove":
+            file.unlink()
+        case "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        case "flip":
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        case "manifest":
+            manifest.unlink()
+        case "garbage":
+            manifest.write_text("{")
+        case "format":
+            manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    errors = [error for _, error in ranks.outcomes(2, loaded, str(tmp_path))]
+    assert all(error is not None for error in errors)
+    assert message in str(errors[1])
+
+
+def other_net() -> nn.Sequential:
+    model = net()
+    model[5] = nn.Linear(64, 12)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"algorithm": oktopk.OkTopk(density=0.1)}, "density=0.05 in the state, 0.1 here"),
+        ({"algorithm": oktopk.GTopk(density=0.05)}, "name='OkTopk' in the state, 'GTopk' here"),
+        ({"model": other_net()}, "5.weight: (10, 64) in the state, (12, 64) here"),
+        ({"model": nn.Sequential(nn.Linear(32, 64))}, "6 parameters are not in this model"),
+        ({"momentum": 0.0}, "another momentum (0.5 in the state, 0.0 here)"),
+    ],
+    ids=["density", "algorithm", "shape", "names", "momentum"],
+)
+def test_what_does_not_fit_is_an_error_or_logged(
+    ranks: Ranks, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    before = ranks.run(2, saved, str(tmp_path))
+    arguments = {"algorithm": OKTOPK, "model": None, "momentum": 0.5} | change
+    for _, error in ranks.outcomes(2, loaded, str(tmp_path), True, *arguments.values()):
+        assert error is not None
+        assert message in error
+        assert "strict=False" in error
+    for (state, _), old in zip(
+        ranks.run(2, loaded, str(tmp_path), False, *arguments.values()), before, strict=True
+    ):
+        assert state["step"] == 6
+        assert torch.equal(state["residual"]["0.weight"], old["residual"]["0.weight"])
+
+
+def test_a_missing_ranks_residual_counts_as_zero_if_asked(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks.run(3, saved, str(tmp_path))
+    [file] = tmp_path.glob("data-*/rank-1.pt")
+    file.unlink()
+    after = [state for state, _ in ranks.run(3, loaded, str(tmp_path), False)]
+    for name in before[0]["residual"]:
+        assert torch.equal(after[0]["residual"][name], before[0]["residual"][name])
+        assert not after[1]["residual"][name].any()
+    assert after[1]["step"] == 6
+
+
+def swapped(rank: Rank) -> None:
+    _, handle = attached(rank, OKTOPK)
+    state = handle.state_dict()
+    handle.load_state_dict(state | {"rank": 0})  # rank 0's file for everyone
+
+
+def test_the_state_of_another_rank_is_refused(ranks: Ranks) -> None:
+    errors = [error for _, error in ranks.outcomes(2, swapped)]
+    assert "this is the state of rank 0, loaded on rank 1" in str(errors[1])
+    assert "ranks disagree" in str(errors[0])
+
+
+def of_other_size(rank: Rank, states: list[Any]) -> None:
+    _, handle = attached(rank, OKTOPK)
+    handle.load_state_dict(states[rank.rank])
+
+
+def test_states_of_more_ranks_need_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    states = ranks.run(3, saved, str(tmp_path))
+    for _, error in ranks.outcomes(2, of_other_size, states):
+        assert "saved by 3 ranks, here are 2" in str(error)
+        assert "oktopk.checkpoint.load" in str(error)
+
+
+def unwritable(rank: Rank, folder: str) -> None:
+    _, handle = attached(rank, OKTOPK)
+    own = net if rank.rank == 1 else None  # a function is not a plain value
+    oktopk.checkpoint.save(folder, handle, own=own)
+
+
+def test_what_could_not_be_loaded_safely_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saved, str(tmp_path))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    for _, error in ranks.outcomes(2, unwritable, str(tmp_path)):
+        assert "the checkpoint was not written, an earlier one is as it was" in str(error)
+        assert "rank 1 could not write" in str(error)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    ranks.run(2, loaded, str(tmp_path))
+
+
+WRITER = """
+import sys, torch, oktopk
+model = torch.nn.Linear(300, 300)
+optimizer = oktopk.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), oktopk.OkTopk())
+while True:
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    step = optimizer.stats().totals.steps
+    oktopk.checkpoint.save(sys.argv[1], optimizer, shared={"step": step})
+    print(step, flush=True)
+"""
+READER = """
+import sys, torch, oktopk
+model = torch.nn.Linear(300, 300)
+optimizer = oktopk.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), oktopk.OkTopk())
+restored = oktopk.checkpoint.load(sys.argv[1], optimizer)
+assert restored.shared == {"step": restored.step}, restored
+print(restored.step)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    for attempt in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        for _ in range(3):
+            assert writer.stdout.readline()
+        time.sleep(0.007 * attempt)
+        writer.send_signal(signal.SIGKILL)
+        written = [line for line in writer.stdout.read().split("\n") if line]
+        writer.wait()
+        reader = subprocess.run(
+            [sys.executable, "-c", READER, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert reader.returncode == 0, reader.stderr
+        assert int(reader.stdout) >= max([3, *map(int, written)])
+
+
+def save_dcp(rank: Rank, folder: str) -> Any:
+    model, handle = attached(rank, OKTOPK)
+    run(rank, model, sgd(model), range(6))
+    part = oktopk.checkpoint.DistributedCheckpoint(handle)
+    content = {"model": model.module.state_dict(), "compression": part}
+    dcp.save(content, checkpoint_id=folder, process_group=rank.group)
+    state = handle.state_dict()
+    run(rank, model, sgd(model), range(6, 9))
+    return state, parameters(model)
+
+
+def load_dcp(rank: Rank, folder: str) -> Any:
+    model, handle = attached(rank, OKTOPK, net(seed=3))
+    weights = model.module.state_dict()
+    part = oktopk.checkpoint.DistributedCheckpoint(handle, folder)
+    dcp.load(
+        {"model": weights, "compression": part}, checkpoint_id=folder, process_group=rank.group
+    )
+    model.module.load_state_dict(weights)
+    state = handle.state_dict()
+    run(rank, model, sgd(model), range(6, 9))
+    handle.check_replicas()
+    return state, parameters(model)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 3), (3, 2), (2, 3)])
+def test_with_torch_distributed_checkpoint(
+    ranks: Ranks, old: int, new: int, tmp_path: Path
+) -> None:
+    before = ranks.run(old, save_dcp, str(tmp_path))
+    after = ranks.run(new, load_dcp, str(tmp_path))
+    for name in before[0][0]["residual"]:
+        pending = sum(state["residual"][name] for state, _ in before) / old
+        now = sum(state["residual"][name] for state, _ in after) / new
+        torch.testing.assert_close(now, pending, atol=1e-6, rtol=1e-5)
+    if old == new:
+        for (_, weights), (_, want) in zip(after, before, strict=True):
+            assert torch.equal(weights, want)
