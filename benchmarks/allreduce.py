@@ -22,20 +22,16 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import spawn
 
 import oktopk
-from common import density, heavy_tailed, positive, table
+from common import density, heavy_tailed, join_group, positive, progress, slowest_ms, table
 from oktopk.stats import STAGES
 
 
@@ -76,10 +72,7 @@ def main() -> None:
 
 
 def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    torch.set_num_threads(args.threads)
-    store = FileStore(os.path.join(folder, "store"), args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    join_group(folder, rank, args.ranks, args.threads)
     noise = [heavy_tailed(args.numel, seed=4 * rank + j) for j in range(2)]
     gradient = torch.empty(args.numel)
     records: dict[str, list[oktopk.StepStats]] = {}
@@ -108,16 +101,6 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
         with open(os.path.join(folder, "rows.json"), "w") as file:
             json.dump(rows, file)
     dist.destroy_process_group()
-
-
-def slowest_ms(job: Callable[[], Any]) -> float:
-    """The time of a call on the slowest rank; all ranks begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    job()
-    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return 1000 * float(seconds)
 
 
 def drifting(noise: list[torch.Tensor], step: int, out: torch.Tensor) -> None:
@@ -168,11 +151,6 @@ def summary(
         stage: 1000 * statistics.median(record.seconds[stage] for record in records)
         for stage in STAGES
     }
-
-
-def progress(rank: int, text: str) -> None:
-    if rank == 0 and sys.stderr.isatty():
-        print(f"\r{text:40}" + ("" if text else "\r"), end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 
 def heavy_tailed(numel: int, seed: int) -> Tensor:
@@ -43,6 +47,29 @@ def median_ms(job: Callable[[], Any], repeats: int) -> float:
         job()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1000
+
+
+def join_group(folder: str, rank: int, size: int, threads: int) -> None:
+    """Make this process one of `size` ranks that meet in a folder, on loopback."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    torch.set_num_threads(threads)
+    store = FileStore(os.path.join(folder, "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def slowest_ms(job: Callable[[], Any]) -> float:
+    """The time of a call on the slowest rank; all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    job()
+    seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return 1000 * float(seconds)
+
+
+def progress(rank: int, text: str) -> None:
+    if rank == 0 and sys.stderr.isatty():
+        print(f"\r{text:40}" + ("" if text else "\r"), end="", file=sys.stderr, flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
