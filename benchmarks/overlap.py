@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--density", type=density, default=0.02, help="share that is sent (0.02)")
     parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
     parser.add_argument("--steps", type=positive, default=20, help="steps that are measured (20)")
-    parser.add_argument("--skip", type=positive, default=10, help="steps before, unmeasured (10)")
+    parser.add_argument("--skip", type=positive, default=40, help="steps before, unmeasured (40)")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="size of a bucket (25)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from ranks import Rank
 
-SMALL = {"dense_below": 512, "bucket_mb": 0.018}
+SMALL: dict[str, Any] = {"dense_below": 512, "bucket_mb": 0.018}
 """Options that give the small model two buckets to compress and one of small parameters."""
 
 

@@ -321,7 +321,9 @@ def save_dcp(rank: Rank, folder: str) -> Any:
     run(rank, model, sgd(model), range(6))
     part = oktopk.checkpoint.DistributedCheckpoint(handle)
     content = {"model": model.module.state_dict(), "compression": part}
-    dcp.save(content, checkpoint_id=folder, process_group=rank.group)
+    dcp.save(  # type: ignore[attr-defined]
+        content, checkpoint_id=folder, process_group=rank.group
+    )
     state = handle.state_dict()
     run(rank, model, sgd(model), range(6, 9))
     return state, parameters(model)
@@ -331,7 +333,7 @@ def load_dcp(rank: Rank, folder: str) -> Any:
     model, handle = attached(rank, OKTOPK, net(seed=3))
     weights = model.module.state_dict()
     part = oktopk.checkpoint.DistributedCheckpoint(handle, folder)
-    dcp.load(
+    dcp.load(  # type: ignore[attr-defined]
         {"model": weights, "compression": part}, checkpoint_id=folder, process_group=rank.group
     )
     model.module.load_state_dict(weights)

@@ -88,7 +88,7 @@ def conserve(
     """For each step: residuals before, this rank's gradient, the average, residuals after."""
     model, handle = attached(rank, algorithm, **options)
     optimizer = sgd(model)
-    seen = []
+    seen: list[tuple[dict[str, Tensor], ...]] = []
     for step in range(steps):
         before = handle.state_dict()["residual"]
         own = local_gradient(model, step, rank.rank)
@@ -307,12 +307,12 @@ def test_what_waits_for_unused_parameters_goes_on_waiting(ranks: Ranks, density:
 
 def frozen(rank: Rank) -> tuple[bool, list[str]]:
     model = net()
-    model[0].weight.requires_grad_(False)
-    before = model[0].weight.detach().clone()
+    weight = model.get_parameter("0.weight").requires_grad_(False)
+    before = weight.detach().clone()
     ddp, handle = attached(rank, OKTOPK, model)
     run(rank, ddp, sgd(ddp), range(4))
     handle.check_replicas()
-    return torch.equal(before, model[0].weight), sorted(handle.state_dict()["residual"])
+    return torch.equal(before, weight), sorted(handle.state_dict()["residual"])
 
 
 def test_frozen_parameters_are_left_alone(ranks: Ranks) -> None:
@@ -346,7 +346,7 @@ def channels_last(rank: Rank, steps: int) -> list[tuple[dict[str, Tensor], ...]]
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ddp = DDP(model, process_group=rank.group)
     handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group, dense_below=64)
-    seen = []
+    seen: list[tuple[dict[str, Tensor], ...]] = []
     for step in range(steps):
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step + 9 * rank.rank))
         before = handle.state_dict()["residual"]
@@ -520,9 +520,9 @@ def wrong(rank: Rank, what: str) -> None:
             embedding(torch.arange(4)).sum().backward()
         case "thaw":
             model = net()
-            model[3].weight.requires_grad_(False)
+            weight = model.get_parameter("3.weight").requires_grad_(False)
             ddp = DDP(model, process_group=rank.group)
-            model[3].weight.requires_grad_(True)
+            weight.requires_grad_(True)
             oktopk.attach(ddp, OKTOPK, group=rank.own_group, **SMALL)
             loss_of(ddp, 0, rank.rank).backward()
 

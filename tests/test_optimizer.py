@@ -225,7 +225,7 @@ def failing(rank: Rank) -> tuple[str, Tensor]:
     def fail(gradient: Tensor) -> Tensor:
         raise MemoryError("too little of it")
 
-    hook = model[0].weight.register_hook(fail)
+    hook = model.get_parameter("0.weight").register_hook(fail)
     message = ""
     try:
         loss_of(model, 3, rank.rank).backward()

@@ -72,14 +72,16 @@ def test_ordinary_clipping_after_backward(ranks: Ranks) -> None:
 
 def scaled(rank: Rank, scaling: str, how: str) -> tuple[Tensor, dict[str, Tensor], float]:
     """Float32 training with a GradScaler, whose scale changes, or without one."""
+    model: Any
+    optimizer: Any
+    handle: Any
     scaler = None
     if scaling != "none":
         interval = 3 if scaling == "growing" else 1000
         scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=interval)
     if how == "attach":
-        model: Any
         model, handle = attached(rank, OKTOPK, grad_scaler=scaler)
-        optimizer: Any = sgd(model)
+        optimizer = sgd(model)
     else:
         model = net()
         optimizer = handle = oktopk.DistributedOptimizer(
@@ -179,7 +181,7 @@ def test_momentum_correction_of_dense_steps_is_momentum(ranks: Ranks, size: int)
 def velocities(rank: Rank, algorithm: oktopk.Algorithm) -> list[tuple[dict[str, Tensor], ...]]:
     model, handle = attached(rank, algorithm, momentum=0.9)
     optimizer = sgd(model, momentum=0.0)
-    seen = []
+    seen: list[tuple[dict[str, Tensor], ...]] = []
     for step in range(6):
         before = handle.state_dict()
         own = local_gradient(model, step, rank.rank)

@@ -1,0 +1,136 @@
+"""The examples train, compress, and go on after a break as if there had been none."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch import alone, torchrun
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NAMES = ["ddp", "accelerate_loop", "lightning_trainer", "transformers_trainer"]
+RESUMABLE = ["ddp", "lightning_trainer", "transformers_trainer"]
+BREAK, STEPS = 20, 60
+Run = Callable[[str], tuple[Path, dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Trains an example in one go, once for all tests: its checkpoint, and what it printed."""
+
+    @functools.cache
+    def run(name: str) -> tuple[Path, dict[str, float]]:
+        folder = tmp_path_factory.mktemp(name)
+        checkpoint = ["--checkpoint", folder] if name in RESUMABLE else []
+        return folder, _numbers(torchrun(_script(name), "--steps", STEPS, *checkpoint))
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_learn_with_fewer_bytes(name: str, trained: Run) -> None:
+    _, sparse = trained(name)
+    dense = _numbers(torchrun(_script(name), "--steps", STEPS, "--algorithm", "dense"))
+    for numbers in (sparse, dense):
+        assert all(math.isfinite(number) for number in numbers.values()), numbers
+        assert numbers["last loss"] < 0.75 * numbers["first loss"]
+    assert sparse["first loss"] == dense["first loss"]
+    assert sparse["compression ratio"] > 5
+    assert sparse["sparsity"] > 0.8
+    assert 0 < sparse["megabytes sent"] < dense["megabytes sent"] / 3
+    assert dense["compression ratio"] == 1.0
+    assert dense["sparsity"] == 0.0
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_examples_go_on_bitwise(name: str, trained: Run, tmp_path: Path) -> None:
+    torchrun(_script(name), "--checkpoint", tmp_path, "--steps", BREAK)
+    before = _states(name, tmp_path, BREAK)
+    assert [state["step"] for state in before] == [BREAK] * 2
+    largest = max(before[0]["residual"].values(), key=Tensor.numel)
+    assert largest.count_nonzero() > 0.5 * largest.numel()
+
+    numbers = _numbers(torchrun(_script(name), "--checkpoint", tmp_path, "--steps", STEPS))
+    expected, expected_numbers = trained(name)
+    assert numbers["last loss"] == expected_numbers["last loss"]
+    _assert_equal(_model(name, tmp_path), _model(name, expected))
+    for mine, theirs in zip(
+        _states(name, tmp_path, STEPS), _states(name, expected, STEPS), strict=True
+    ):
+        assert mine["step"] == theirs["step"] == STEPS
+        _assert_equal(mine["residual"], theirs["residual"])
+
+
+def test_a_trainer_without_ddp_is_told_to_use_it() -> None:
+    with pytest.raises(AssertionError, match=r"needs a model in DDP.*torchrun"):
+        alone(_script("transformers_trainer"), "--steps", 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "fix"),
+    [
+        ("lightning", ["lightning", "pytorch_lightning"], "pip install lightning"),
+        ("transformers", ["transformers"], "pip install transformers accelerate"),
+    ],
+)
+def test_a_missing_framework_is_named(
+    module: str, missing: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"oktopk.integrations.{module}", raising=False)
+    with pytest.raises(ImportError, match=fix):
+        importlib.import_module(f"oktopk.integrations.{module}")
+
+
+def _script(name: str) -> Path:
+    return EXAMPLES / f"{name}.py"
+
+
+def _numbers(printed: str) -> dict[str, float]:
+    """Lines such as `last loss          0.0002`."""
+    found = re.findall(r"^([a-z]+ ?[a-z]+)  +(\S+)$", printed, re.MULTILINE)
+    numbers = {name: float(number) for name, number in found}
+    labels = {"first loss", "last loss", "compression ratio", "sparsity", "megabytes sent"}
+    assert numbers.keys() == labels, printed
+    return numbers
+
+
+def _model(name: str, folder: Path) -> dict[str, Tensor]:
+    """The parameters in the last checkpoint."""
+    if name == "ddp":
+        [file] = folder.glob("data-*/shared.pt")
+        return dict(torch.load(file)["model"])
+    if name == "lightning_trainer":
+        return dict(torch.load(folder / "last.ckpt")["state_dict"])
+    from safetensors.torch import load_file
+
+    return load_file(folder / f"checkpoint-{STEPS}" / "model.safetensors")
+
+
+def _states(name: str, folder: Path, step: int) -> list[dict[str, Any]]:
+    """The compression state of each rank, saved at this step."""
+    place = {
+        "ddp": folder,
+        "lightning_trainer": folder / "compression" / f"step-{step}",
+        "transformers_trainer": folder / f"checkpoint-{step}" / "oktopk",
+    }[name]
+    files = sorted(place.glob("data-*/rank-*.pt"))
+    return [torch.load(file)["compression"] for file in files]
+
+
+def _assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    assert mine
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
