@@ -270,6 +270,46 @@ def test_what_could_not_be_loaded_safely_is_not_saved(ranks: Ranks, tmp_path: Pa
     ranks.run(2, loaded, str(tmp_path))
 
 
+def alone() -> oktopk.DistributedOptimizer:
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return oktopk.DistributedOptimizer(optimizer, model.named_parameters(), OKTOPK)
+
+
+def test_only_data_of_earlier_saves_are_removed(tmp_path: Path) -> None:
+    handle = alone()
+    (tmp_path / "data-wikitext-2").mkdir()
+    (tmp_path / "data-2024-01.csv").write_text("mine")
+    (tmp_path / "data-7-0123abcd").write_text("looks like ours, but cannot be removed as a folder")
+    for _ in range(2):
+        oktopk.checkpoint.save(tmp_path, handle)
+    assert (tmp_path / "data-wikitext-2").is_dir()
+    assert (tmp_path / "data-2024-01.csv").read_text() == "mine"
+    assert len([path for path in tmp_path.glob("data-0-*") if path.is_dir()]) == 1
+    assert oktopk.checkpoint.load(tmp_path, handle).step == 0
+
+
+@pytest.mark.parametrize("data", ["../elsewhere", "/etc", "data-1-xyz"])
+def test_a_manifest_does_not_lead_elsewhere(tmp_path: Path, data: str) -> None:
+    handle = alone()
+    oktopk.checkpoint.save(tmp_path, handle)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"data": data}))
+    with pytest.raises(ValueError, match="which no save has written"):
+        oktopk.checkpoint.load(tmp_path, handle)
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    handle = alone()
+    oktopk.checkpoint.save(tmp_path, handle)
+    manifest = tmp_path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["files"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="KeyError"):
+        oktopk.checkpoint.load(tmp_path, handle)
+
+
 WRITER = """
 import sys, torch, oktopk
 model = torch.nn.Linear(300, 300)
@@ -294,7 +334,7 @@ print(restored.step)
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    for attempt in range(3):
+    for attempt in range(2):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )

@@ -26,6 +26,8 @@ from models import (
 from ranks import Rank, Ranks
 
 OKTOPK = oktopk.OkTopk(density=0.05)
+PLAIN: dict[int, Tensor] = {}
+"""Parameters after plain DDP, by the number of ranks."""
 
 
 def train(rank: Rank, algorithm: oktopk.Algorithm | None, steps: int, **options: Any) -> Tensor:
@@ -42,7 +44,9 @@ def train(rank: Rank, algorithm: oktopk.Algorithm | None, steps: int, **options:
     "algorithm", [oktopk.Dense(), oktopk.OkTopk(density=1.0), oktopk.TopkDSA(density=1.0)]
 )
 def test_everything_sent_is_plain_ddp(ranks: Ranks, size: int, algorithm: oktopk.Algorithm) -> None:
-    plain = ranks.run(size, train, None, 50)[0]
+    if size not in PLAIN:
+        PLAIN[size] = ranks.run(size, train, None, 50)[0]
+    plain = PLAIN[size]
     ours = ranks.run(size, train, algorithm, 50)[0]
     if size <= 2:  # two numbers have one sum, three depend on the order
         assert torch.equal(plain, ours)
@@ -60,6 +64,11 @@ def variant(rank: Rank, ddp_options: dict[str, Any], steps: int) -> tuple[Tensor
     return parameters(model), torch.cat([residual[n].flatten() for n in sorted(residual)])
 
 
+@pytest.fixture(scope="module")
+def usual(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    return ranks.run(3, variant, {}, 12)
+
+
 @pytest.mark.parametrize(
     "ddp_options",
     [
@@ -72,11 +81,10 @@ def variant(rank: Rank, ddp_options: dict[str, Any], steps: int) -> tuple[Tensor
     ids=lambda options: "-".join(options),
 )
 def test_results_do_not_depend_on_the_buckets_of_ddp(
-    ranks: Ranks, ddp_options: dict[str, Any]
+    ranks: Ranks, ddp_options: dict[str, Any], usual: list[tuple[Tensor, Tensor]]
 ) -> None:
-    expected = ranks.run(3, variant, {}, 12)
     for (weights, residual), (want_weights, want_residual) in zip(
-        ranks.run(3, variant, ddp_options, 12), expected, strict=True
+        ranks.run(3, variant, ddp_options, 12), usual, strict=True
     ):
         assert torch.equal(weights, want_weights)
         assert torch.equal(residual, want_residual)
@@ -179,7 +187,7 @@ def test_metrics_are_there_from_the_first_step(ranks: Ranks) -> None:
         assert told["sparsities"][:3] == [0.0] * 3
         assert told["compression_ratios"][:3] == [1.0] * 3
         dense = 2 * 4 * numel * 3 / 4
-        assert all(dense <= size <= dense + 64 for size in told["communication_sizes"][:3])
+        assert all(dense <= size <= dense + 128 for size in told["communication_sizes"][:3])
         assert all(0.9 < sparsity < 0.96 for sparsity in told["sparsities"][3:])
         assert all(10 < ratio < 25 for ratio in told["compression_ratios"][3:])
         assert all(0 < size < dense / 3 for size in told["communication_sizes"][3:])
@@ -249,6 +257,64 @@ def test_uneven_inputs_with_join(ranks: Ranks, algorithm: oktopk.Algorithm) -> N
     assert all(torch.equal(outcomes[0][0], weights) for weights, _ in outcomes)
 
 
+def uneven_with_nan(rank: Rank) -> tuple[int, Tensor]:
+    """A NaN while rank 0 has joined: the others catch it and go on; so does rank 0, later."""
+    model, handle = attached(rank, OKTOPK)
+    optimizer = sgd(model)
+    caught = 0
+    with model.join():
+        for step in range(2 if rank.rank == 0 else 5):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, rank.rank)
+            try:
+                (loss * torch.nan if (rank.rank, step) == (1, 3) else loss).backward()
+            except oktopk.NonFiniteGradientError:
+                caught += 1
+            else:
+                optimizer.step()
+    # join() makes parameters equal, not what the optimizers remember.
+    run(rank, model, sgd(model), range(5, 8))
+    handle.check_replicas()
+    return caught, parameters(model)
+
+
+def test_a_nan_after_a_rank_has_joined(ranks: Ranks) -> None:
+    outcomes = ranks.run(3, uneven_with_nan)
+    assert [caught for caught, _ in outcomes] == [0, 1, 1]
+    assert all(bool(weights.isfinite().all()) for _, weights in outcomes)
+
+
+class Odd(nn.Module):
+    """An empty parameter, a number, one that is not for training, and tied ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.second = nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.scale * self.second(self.first(x)) + self.empty.sum()
+        return result
+
+
+def odd(rank: Rank) -> Tensor:
+    ddp = DDP(Odd(), process_group=rank.group)
+    handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group, dense_below=64)
+    run(rank, ddp, sgd(ddp, lr=0.01), range(4))
+    handle.check_replicas()
+    return parameters(ddp)
+
+
+def test_odd_parameters(ranks: Ranks) -> None:
+    outcomes = ranks.run(2, odd)
+    assert torch.equal(outcomes[0], outcomes[1])
+
+
 class Branches(nn.Module):
     """One of two branches is used in a step, or, on other ranks, the other."""
 
@@ -265,12 +331,18 @@ class Branches(nn.Module):
         return result
 
 
-def branching(rank: Rank, density: float) -> list[tuple[Tensor, ...]]:
+def branching(rank: Rank, density: float, how: str) -> list[tuple[Tensor, ...]]:
     torch.manual_seed(rank.rank)
     model = Branches()
     ddp = DDP(model, process_group=rank.group, find_unused_parameters=True, bucket_cap_mb=0.002)
     algorithm = oktopk.OkTopk(density=density)
-    handle = oktopk.attach(ddp, algorithm, group=rank.own_group, dense_below=64, bucket_mb=0.005)
+    options: dict[str, Any] = {"dense_below": 64, "bucket_mb": 0.005}
+    if how == "attach":
+        handle = oktopk.attach(ddp, algorithm, group=rank.own_group, **options)
+    else:
+        module = ddp if how == "pair" else model
+        handle, hook = oktopk.comm_hook(module, algorithm, group=rank.own_group, **options)
+        ddp.register_comm_hook(handle, hook)
     seen = []
     for step in range(8):
         # Both branches in some steps (on different ranks), one of them in others.
@@ -290,9 +362,13 @@ def branching(rank: Rank, density: float) -> list[tuple[Tensor, ...]]:
     return seen
 
 
-@pytest.mark.parametrize("density", [0.1, 1.0])
-def test_what_waits_for_unused_parameters_goes_on_waiting(ranks: Ranks, density: float) -> None:
-    outcomes = ranks.run(3, branching, density)
+@pytest.mark.parametrize(
+    ("density", "how"), [(0.1, "attach"), (1.0, "attach"), (0.1, "pair"), (0.1, "early pair")]
+)
+def test_what_waits_for_unused_parameters_goes_on_waiting(
+    ranks: Ranks, density: float, how: str
+) -> None:
+    outcomes = ranks.run(3, branching, density, how)
     waited = False
     for step in zip(*outcomes, strict=True):
         average = step[0][2]
@@ -514,6 +590,13 @@ def wrong(rank: Rank, what: str) -> None:
         case "change":
             handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group)
             handle.algorithm = dataclasses.replace(OKTOPK, density=0.01 * (1 + rank.rank))
+        case "scaler":
+            scaler = torch.amp.grad_scaler.GradScaler("cpu") if rank.rank == 0 else None
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group, grad_scaler=scaler)
+        case "closed":
+            handle = oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+            handle.close()
+            loss_of(ddp, 0, rank.rank).backward()
         case "sparse":
             embedding = DDP(nn.Embedding(64, 8, sparse=True), process_group=rank.group)
             oktopk.attach(embedding, OKTOPK, group=rank.own_group, dense_below=0)
@@ -538,6 +621,8 @@ def wrong(rank: Rank, what: str) -> None:
         ("twice", "DDP does not take a hook here"),
         ("differ", "ranks disagree: use the same model, algorithm and options"),
         ("change", "ranks disagree: set the same algorithm"),
+        ("scaler", "ranks disagree"),
+        ("closed", "this compression was closed"),
         ("sparse", "sparse=False"),
         ("thaw", "no gradient came for 3.weight"),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,79 @@ def test_an_exception_of_the_thread_reaches_the_training_thread(ranks: Ranks) ->
     for first, second in ranks.run(2, broken_subscriber):
         assert first == "KeyError('no such metric')"
         assert second == first  # what is broken stays broken
+
+
+def curious(rank: Rank) -> tuple[int, list[int]]:
+    """A subscriber that looks at everything, and changes the density, as schedules do."""
+    model, handle = attached(rank, OKTOPK, scope="model", dense_below=0)
+    counts: list[int] = []
+
+    def adapt(stats: oktopk.StepStats) -> None:
+        assert handle.stats().totals.steps == stats.step + 1
+        assert handle.state_dict()["step"] == stats.step + 1
+        counts.append(stats.selected_global)
+        handle.algorithm = oktopk.OkTopk(density=0.1 / (stats.step + 2))
+
+    handle.subscribe(adapt)
+    run(rank, model, sgd(model), range(4))
+    handle.check_replicas()
+    return parameters(model).numel(), counts
+
+
+def test_subscribers_may_look_and_change(ranks: Ranks) -> None:
+    for numel, counts in ranks.run(2, curious):
+        densities = [0.05, 0.05, 0.1 / 3, 0.025]
+        for count, density in zip(counts, densities, strict=True):
+            assert 0.9 * density * numel <= count <= density * numel + 1
+
+
+def crossed(rank: Rank, algorithm: oktopk.Algorithm) -> None:
+    """Two models, reduced in another order on one rank."""
+    models = [attached(rank, algorithm, net(seed))[0] for seed in range(2)]
+    for model in models if rank.rank != 1 else reversed(models):
+        loss_of(model, 0, rank.rank).backward()
+
+
+@pytest.mark.parametrize("algorithm", [OKTOPK, oktopk.Dense(), oktopk.GTopk()], ids=str)
+def test_another_order_on_one_rank_is_an_error(algorithm: oktopk.Algorithm) -> None:
+    pool = Ranks((3,), timeout=10.0)
+    try:
+        for _, error in pool.outcomes(3, crossed, algorithm):
+            assert error is not None
+            assert "PeerError" in error
+            assert "another place in its program" in error
+    finally:
+        pool.stop()
+
+
+def freed(rank: Rank, how: str) -> tuple[bool, int]:
+    """Whether a model is gone when nobody holds it, and how many threads are left over."""
+    threads = threading.active_count()
+    model: Any
+    optimizer: Any
+    handle: Any
+    if how == "attach":
+        model, handle = attached(rank, OKTOPK)
+        optimizer = sgd(model)
+    else:
+        model = net()
+        optimizer = handle = oktopk.DistributedOptimizer(
+            sgd(model), model.named_parameters(), OKTOPK, group=rank.own_group, **SMALL
+        )
+    run(rank, model, optimizer, range(3))
+    parameter = weakref.ref(next(model.parameters()))
+    del model, handle, optimizer
+    gc.collect()
+    torch.distributed.barrier(group=rank.group)
+    time.sleep(0.2)
+    return parameter() is None, threading.active_count() - threads
+
+
+@pytest.mark.parametrize("how", ["attach", "wrapper"])
+def test_nothing_outlives_the_model(ranks: Ranks, how: str) -> None:
+    for gone, threads in ranks.run(2, freed, how):
+        assert gone
+        assert threads <= 0
 
 
 def two_models(rank: Rank) -> list[Tensor]:
@@ -258,8 +334,8 @@ def long_run(rank: Rank, folder: str, stop_at: int) -> tuple[Tensor, Any]:
 
 
 def test_replicas_stay_equal_through_everything(ranks: Ranks, tmp_path: Path) -> None:
-    kept = ranks.run(4, long_run, str(tmp_path), -1)
-    again = ranks.run(4, long_run, str(tmp_path), 99)
+    kept = ranks.run(3, long_run, str(tmp_path), -1)
+    again = ranks.run(3, long_run, str(tmp_path), 99)
     for weights, totals in kept:
         assert torch.equal(weights, kept[0][0])
         assert bool(weights.isfinite().all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +300,70 @@ def test_works_without_torch_distributed() -> None:
         optimizer.step()
     assert loss_of(model, 0, 0).item() < 0.5 * first
     assert optimizer.stats().totals.compression_ratio > 8
+
+
+def strided(rank: Rank) -> tuple[Tensor, Tensor]:
+    """A parameter that is not dense in memory, and one that is transposed."""
+    torch.manual_seed(rank.rank)
+    model = nn.Module()
+    model.gaps = nn.Parameter(torch.randn(32, 64)[:, ::2])
+    model.turned = nn.Parameter(torch.randn(32, 32).t())
+    optimizer = wrap(rank, model, oktopk.OkTopk(density=0.1), dense_below=64)
+    start = torch.cat([model.gaps.detach().flatten(), model.turned.detach().flatten()])
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((model.gaps + model.turned) * (1 + rank.rank)).square().sum().backward()
+        optimizer.step()
+    optimizer.check_replicas()
+    return start, parameters(model)
+
+
+def test_parameters_in_any_memory_format(ranks: Ranks) -> None:
+    outcomes = ranks.run(2, strided)
+    for index in range(2):
+        assert torch.equal(outcomes[0][index], outcomes[1][index])
+
+
+def rewrapped(rank: Rank) -> list[int]:
+    model = net()
+    first = wrap(rank, model)
+    run(rank, model, first, range(3))
+    first.close()
+    second = wrap(rank, model, optimizer=torch.optim.AdamW(model.parameters()))
+    run(rank, model, second, range(2))
+    second.check_replicas()
+    loss_of(model, 9, rank.rank).backward(create_graph=True)
+    return [second.stats().totals.steps]
+
+
+def test_a_model_can_be_wrapped_again(ranks: Ranks) -> None:
+    assert ranks.run(2, rewrapped) == [[3]] * 2
+
+
+def test_tied_parameters_count_once() -> None:
+    model = net()
+    named = list(model.named_parameters())
+    twice = [*named, ("tied", named[0][1])]
+    optimizer = oktopk.DistributedOptimizer(sgd(model), twice, OKTOPK)
+    assert sorted(optimizer.reducer.state_dict()["residual"]) == sorted(dict(named))
+
+
+def test_what_was_frozen_must_be_wrapped_again() -> None:
+    model = net()
+    weight = model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = oktopk.DistributedOptimizer(sgd(model), model.named_parameters(), OKTOPK)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="wrap again after unfreezing"):
+        loss_of(model, 1, 0).backward()
+
+
+def test_it_cannot_be_copied() -> None:
+    model = net()
+    optimizer = oktopk.DistributedOptimizer(sgd(model), model.named_parameters(), OKTOPK)
+    with pytest.raises(TypeError, match="save its state_dict"):
+        copy.deepcopy(optimizer)
 
 
 def test_mistakes_are_explained() -> None:

@@ -159,6 +159,64 @@ def test_an_overflow_leaves_residuals_and_all_ranks_skip(ranks: Ranks) -> None:
         assert told["stats"].steps == 12
 
 
+def disabled(rank: Rank) -> None:
+    model, _ = attached(rank, OKTOPK, grad_scaler=GradScaler("cpu", enabled=False))
+    (loss_of(model, 0, rank.rank) * torch.nan).backward()
+
+
+def test_a_disabled_scaler_is_none(ranks: Ranks) -> None:
+    for _, error in ranks.outcomes(2, disabled):
+        assert "NonFiniteGradientError" in str(error)
+
+
+def fused(rank: Rank, fused: bool) -> Tensor:
+    model = net()
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    optimizer = oktopk.DistributedOptimizer(
+        inner, model.named_parameters(), OKTOPK, group=rank.own_group, grad_scaler=scaler, **SMALL
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step, rank.rank)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return parameters(model)
+
+
+def test_fused_optimizers_with_a_scaler(ranks: Ranks) -> None:
+    for ours, plain in zip(ranks.run(2, fused, True), ranks.run(2, fused, False), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def idle_after_overflow(rank: Rank) -> int:
+    """A rank without a batch, after a step that the scaler has skipped."""
+    model = net()
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    optimizer = oktopk.DistributedOptimizer(
+        sgd(model),
+        model.named_parameters(),
+        OKTOPK,
+        group=rank.own_group,
+        grad_scaler=scaler,
+        **SMALL,
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        if rank.rank == 0 or step != 2:
+            loss = loss_of(model, step, rank.rank)
+            scaler.scale(loss * torch.inf if step == 1 else loss).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.check_replicas()
+    return optimizer.stats().totals.skipped_steps
+
+
+def test_an_idle_rank_after_an_overflow(ranks: Ranks) -> None:
+    assert ranks.run(2, idle_after_overflow) == [1, 1]
+
+
 def test_bfloat16_autocast(ranks: Ranks) -> None:
     for told in ranks.run(2, mixed, torch.bfloat16, ()):
         assert told["finite"]

@@ -107,6 +107,10 @@ class SparseAllreduce:
         """Steps taken: dense, sparse and skipped."""
         return self._state.step
 
+    def at(self, place: int) -> None:
+        """Say which reduction of the program comes next; see `Transport.place`."""
+        self._transport.place = place
+
     def change(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm or density, on all ranks at once; the residual stays.
 

@@ -27,6 +27,8 @@ class GradScaler(Protocol):
 
     def get_scale(self) -> float: ...
 
+    def is_enabled(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Options:
@@ -128,10 +130,14 @@ class Bucket:
 
 
 def slots_of(named_parameters: Iterable[tuple[str, Tensor]]) -> list[Slot]:
-    """The places of parameters. `empty_like` has the strides that their gradients have."""
+    """The places of parameters, without empty ones.
+
+    `empty_like` has the strides that their gradients have.
+    """
     return [
         Slot(name, p.shape, torch.empty_like(p).stride(), p.dtype, p.device)
         for name, p in named_parameters
+        if p.numel()
     ]
 
 

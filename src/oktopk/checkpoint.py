@@ -34,7 +34,7 @@ from .state import redistribute, sharers
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-_DATA = "data-*-*"
+_DATA = re.compile(r"data-\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def save(
         if rank == 0:
             files["shared.pt"] = _write(data / "shared.pt", shared)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = f"rank {rank} could not write to {data}: {type(error).__name__}: {error}"[:700]
+        problem = f"rank {rank} could not write to {data}: {type(error).__name__}: {error}"
+        problem = problem.encode("ascii", "replace").decode()[:700]
     answers = [json.loads(text) for text in reducer.share(json.dumps([problem, files]))]
     problems = [problem for problem, _ in answers if problem]
     if not problems and rank == 0:
@@ -98,12 +99,11 @@ def save(
         }
         try:
             _replace(Path(folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-            for old in Path(folder).glob(_DATA):
-                if old.name != name:
-                    shutil.rmtree(old)
         except OSError as error:
             problems = [f"rank 0 could not write the manifest: {error}"]
-    if problems and rank == 0:
+        else:
+            _remove_others(Path(folder), name)
+    if problems and rank == 0 and not _names(Path(folder), name):
         shutil.rmtree(data, ignore_errors=True)
     # Nobody goes on before the checkpoint is whole; and all hear if the manifest failed.
     told = reducer.share("; ".join(problems)[:900])[0]
@@ -138,8 +138,9 @@ def load(
         state = _of_rank(states, rank, size, manifest["ranks"])
         if manifest["ranks"] == size and rank in contents:
             own = contents[rank]["own"]
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        known = isinstance(error, ValueError)
+        problem = str(error) if known else f"{folder}: {type(error).__name__}: {error}"
     reducer.agree(problem, f"{folder} has {manifest.get('data')}", "load from the same folder")
     reducer.load_state_dict(state, strict)
     return Checkpoint(manifest["step"], shared, own)
@@ -276,11 +277,30 @@ def _manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{path} has format {manifest['format']}, this version of oktopk reads {_FORMAT}"
             )
+        if not _DATA.fullmatch(manifest["data"]):
+            raise ValueError(
+                f"{path} names data in {manifest['data']!r}, which no save has written"
+            )
         return dict(manifest)
     except FileNotFoundError:
         raise ValueError(f"there is no checkpoint in {folder}: it has no {MANIFEST}") from None
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read as a manifest: {error}") from error
+
+
+def _names(folder: Path, data: str) -> bool:
+    """Whether the manifest names these data, in spite of an error while it was replaced."""
+    try:
+        return bool(_manifest(folder)["data"] == data)
+    except ValueError:
+        return False
+
+
+def _remove_others(folder: Path, data: str) -> None:
+    """Data of earlier saves. What cannot be removed now is removed by a later one."""
+    for old in folder.iterdir():
+        if _DATA.fullmatch(old.name) and old.name != data:
+            shutil.rmtree(old, onerror=lambda *error: log.warning("cannot remove %s", error[1]))
 
 
 def _crc32(path: Path) -> int:

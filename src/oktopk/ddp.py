@@ -6,7 +6,9 @@ backward.
 """
 
 # Without `from __future__ import annotations`: DDP compares a hook's annotations with classes.
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer
 from .handle import Handle
+from .transport import NonFiniteGradientError
 
 Hook = Callable[["Compression", GradBucket], Future[Tensor]]
 
@@ -36,13 +39,15 @@ class Compression(Handle):
         may_be_unused: bool,
         trainer: Any,
     ) -> None:
-        self._module = module
-        self._names = {id(p): name for name, p in _named_parameters(module)}
-        self._begin = lambda: AllReducer(
-            ((name, p) for name, p in _named_parameters(module) if p.requires_grad),
-            algorithm,
-            group,
-            options,
+        # Parameters, not the module: DDP holds its hook where the garbage collector does not
+        # look, so a hook that held DDP would keep both for ever.
+        self._parameters = dict(_named_parameters(module))
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        self._begin = partial(
+            AllReducer,
+            algorithm=algorithm,
+            group=group,
+            options=options,
             may_be_unused=may_be_unused,
             trainer=trainer,
         )
@@ -52,7 +57,8 @@ class Compression(Handle):
     def reducer(self) -> AllReducer:
         """The engine. Made on first use, which is collective and needs torch.distributed."""
         if self._reducer is None:
-            self._reducer = self._begin()
+            named = self._parameters.items()
+            self._reducer = self._begin([(name, p) for name, p in named if p.requires_grad])
         return self._reducer
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,8 +72,8 @@ class Compression(Handle):
         """Continue where the state was taken; see `AllReducer.load_state_dict`."""
         self.reducer.load_state_dict(state, strict)
 
-    def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return _named_parameters(self._module)
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self._parameters.items()
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook. It must not wait: backward goes on behind it."""
@@ -77,7 +83,8 @@ class Compression(Handle):
                 "a sparse gradient came: build the embedding with sparse=False to compress it"
             )
         reducer = self.reducer
-        if bucket.index() == 0 and torch._C._current_graph_task_id() != -1:  # not in join()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if bucket.index() == 0 and in_backward:
             self._at_end_of_backward(reducer)
         gradients = {}
         start = 0
@@ -85,7 +92,13 @@ class Compression(Handle):
             # Slices of the buffer, not bucket.gradients(): flat, whatever the memory format.
             gradients[self._names[id(parameter)]] = buffer[start : start + parameter.numel()]
             start += parameter.numel()
-        return reducer.submit(gradients, buffer, bucket.is_last())
+        future = reducer.submit(gradients, buffer, bucket.is_last())
+        if bucket.is_last() and not in_backward:
+            # In join(), for a rank without inputs. Whether a NaN of another one ends training is
+            # for that one to decide.
+            with contextlib.suppress(NonFiniteGradientError):
+                reducer.wait()
+        return future
 
     def _at_end_of_backward(self, reducer: AllReducer) -> None:
         """Raise the communication thread's exception from backward() itself.
@@ -145,8 +158,7 @@ def attach(
             "DDP(model), or use oktopk.DistributedOptimizer without DDP"
         )
     _check_group(ddp, group)
-    unused = bool(ddp.find_unused_parameters or ddp.static_graph)
-    handle = Compression(ddp, algorithm, Options.of(**options), group, unused, trainer)
+    handle = Compression(ddp, algorithm, Options.of(**options), group, _has_unused(ddp), trainer)
     _ = handle.reducer  # now, so that what is wrong is said here
     try:
         ddp.register_comm_hook(handle, hook)
@@ -165,27 +177,34 @@ def comm_hook(
     *,
     group: dist.ProcessGroup | None = None,
     trainer: Any = None,
-    find_unused_parameters: bool = False,
+    find_unused_parameters: bool | None = None,
     **options: Any,
 ) -> tuple[Compression, Hook]:
     """The pair (state, hook) for `register_comm_hook`, and for frameworks that call it.
 
     Args:
         module: the model, in DDP or not yet; torch.distributed may be initialised later, too.
-        find_unused_parameters: as DDP has it; also True for a static graph with unused ones.
+        find_unused_parameters: whether DDP is to have it, or a static graph. None: as the module
+            has it; for one that is not in DDP yet, True, which is always safe, but costs a look
+            at every gradient.
 
     The rest is as for `attach`. Communication begins, and mistakes are found, in the first
     backward.
     """
-    compression = Compression(
-        module, algorithm, Options.of(**options), group, find_unused_parameters, trainer
-    )
-    return compression, hook
+    unused = _has_unused(module) if find_unused_parameters is None else find_unused_parameters
+    return Compression(module, algorithm, Options.of(**options), group, unused, trainer), hook
 
 
 def hook(state: Compression, bucket: GradBucket) -> Future[Tensor]:
     """DDP's communication hook, see `comm_hook`."""
     return state._reduce(bucket)
+
+
+def _has_unused(module: nn.Module) -> bool:
+    """Whether DDP may leave the average of a parameter unused."""
+    if not isinstance(module, DistributedDataParallel):
+        return True
+    return bool(module.find_unused_parameters or module.static_graph)
 
 
 def _check_group(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:

@@ -63,6 +63,8 @@ class AllReducer:
         trainer: Any = None,
     ) -> None:
         self.options = options or Options()
+        scaler = self.options.grad_scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._slots = slots_of(named_parameters)
         self._may_be_unused = may_be_unused
         self._algorithm = algorithm
@@ -75,7 +77,7 @@ class AllReducer:
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._used: dict[str, bool] = {}
         self._error: BaseException | None = None
-        self._broken = False
+        self._broken = self._closed = False
         self.skipped = False
         """Whether the last step was skipped because of a NaN or Inf."""
         self.unused: frozenset[str] = frozenset()
@@ -88,17 +90,18 @@ class AllReducer:
         problem = self._problem()
         device = self._slots[0].device if self._slots else None
         self._transport = Transport(self._worker.group, None if problem else device)
-        summary = [(slot.name, tuple(slot.size), str(slot.dtype)) for slot in self._slots]
+        summary = [(s.name, tuple(s.size), s.stride, str(s.dtype)) for s in self._slots]
         options = dataclasses.replace(
             self.options, grad_scaler=None, dense=tuple(self.options.dense)
         )
         self._transport.agree(
             problem,
             f"{len(summary)} parameters, crc32={zlib.crc32(repr(summary).encode())}, "
-            f"algorithm={self._algorithm}, {options}",
+            f"algorithm={self._algorithm}, scaled={self._scaler is not None}, {options}",
             "use the same model, algorithm and options",
         )
         self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
+        self._number = self._worker.register()
         self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
         self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
         if all(bucket.dense for bucket in self._buckets):
@@ -138,6 +141,10 @@ class AllReducer:
     # What the training thread calls.
 
     @property
+    def _step(self) -> int:
+        return self._buckets[0].reduce.steps
+
+    @property
     def rank(self) -> int:
         return self._transport.rank
 
@@ -168,8 +175,10 @@ class AllReducer:
                 that are all zeros. Only looked at with `may_be_unused`.
 
         Returns:
-            A future that is done when the step is.
+            A future that is done when the step is, also when it failed: `wait` then raises why.
         """
+        if self._closed:
+            raise RuntimeError("this compression was closed; attach or wrap anew")
         if self._error is not None:
             self.wait()
         on_gpu = self._stream is not None
@@ -179,6 +188,11 @@ class AllReducer:
         ready = torch.cuda.current_stream(result.device).record_event() if on_gpu else None
         self._worker.submit(lambda: self._arrive(gradients, result, last, absent, future, ready))
         return future
+
+    def close(self) -> None:
+        """Take no more gradients, and let go of buffers. Waits for nobody."""
+        self._closed = True
+        self._worker.submit(self._buckets.clear)
 
     def forget(self) -> None:
         """Drop what has been submitted of a step that will not be completed."""
@@ -195,7 +209,9 @@ class AllReducer:
     def subscribe(self, callback: Callable[[StepStats], None]) -> Callable[[], None]:
         """Call back with the statistics of each step, in order, before its futures are done.
 
-        The call comes from the communication thread. Returns a function that ends it.
+        The call comes from the communication thread, when the step has been committed. An
+        exception in it is raised by backward, and ends communication on this rank for good.
+        Returns a function that ends it.
         """
         with self._lock:
             self._subscribers.append(callback)
@@ -277,7 +293,10 @@ class AllReducer:
 
         def send() -> None:
             for tensor in tensors:
-                self._transport.broadcast(tensor, source)
+                dense = tensor.contiguous()  # the tensor itself, where it is
+                self._transport.broadcast(dense, source)
+                if dense is not tensor:
+                    tensor.copy_(dense)
 
         self._worker.run(send)
 
@@ -333,6 +352,8 @@ class AllReducer:
     ) -> None:
         overlap = self.options.norm_clip is None
         for name, gradient in gradients.items():
+            if gradient.numel() == 0:
+                continue
             if name not in self._bucket_of:
                 raise ValueError(
                     f"a gradient came for {name}, which could not be trained when compression was "
@@ -352,7 +373,7 @@ class AllReducer:
         return 1.0 / self._scale()
 
     def _scale(self) -> float:
-        return 1.0 if self.options.grad_scaler is None else self.options.grad_scaler.get_scale()
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def _clipping_factor(self) -> float:
         """At most 1: brings the norm of this rank's gradient down to `norm_clip`."""
@@ -369,11 +390,15 @@ class AllReducer:
         return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def _begin(self, bucket: Bucket, factor: float) -> None:
+        place = (self._number, self._step, self._buckets.index(bucket))
+        bucket.reduce.at(zlib.crc32(repr(place).encode()))
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
         bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale())
 
     def _finish(self) -> None:
         """The end of a step: what is left to reduce, then all or nothing."""
+        self._transport.reset()
+        self.unused = frozenset()
         missing = [
             slot.name
             for bucket in self._buckets
@@ -396,8 +421,8 @@ class AllReducer:
                 bucket.reduce.commit(step)
                 bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
             self._give_back_unused(steps)
-        elif self.options.grad_scaler is not None or self.options.nonfinite == "skip":
-            fill = 0.0 if self.options.grad_scaler is None else math.nan
+        elif self._scaler is not None or self.options.nonfinite == "skip":
+            fill = 0.0 if self._scaler is None else math.nan
             for bucket, step in steps:
                 bucket.reduce.skip(step, fill)
         else:
@@ -406,7 +431,6 @@ class AllReducer:
 
     def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
         """Where no rank had a gradient, nobody applies an average: it goes on waiting."""
-        self._transport.reset()
         if not self._may_be_unused:
             return
         used = torch.tensor(
@@ -429,7 +453,7 @@ class AllReducer:
             if not step.finite
             for index in step.nonfinite_parts()
         ]
-        self._transport.blame(self._totals.steps, bool(names), ", ".join(names[:5]))
+        self._transport.blame(self._step, bool(names), ", ".join(names[:5]))
 
     def _report(self) -> None:
         lasts = []

@@ -42,6 +42,10 @@ class Handle:
         """From now on dense. The next step also applies all that waits in the residuals."""
         self.reducer.algorithm = Dense()
 
+    def close(self) -> None:
+        """End compression for good and let go of its memory; a model in DDP cannot train on."""
+        self.reducer.close()
+
     def stats(self) -> Summary:
         """Totals and means so far; print it for a table."""
         return self.reducer.stats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,9 @@ class DistributedOptimizer(Handle, Optimizer):
     ) -> None:
         # Not Optimizer.__init__: parameters, groups and state are those of `optimizer`.
         self.optimizer = optimizer
+        named_parameters = list(named_parameters)
+        self._all = dict(named_parameters)
+        self._frozen = [p for _, p in named_parameters if not p.requires_grad]
         self._parameters = _trained(optimizer, named_parameters)
         settings = Options.of(norm_clip=norm_clip, **options)
         if settings.momentum and any(group.get("momentum") for group in optimizer.param_groups):
@@ -86,8 +90,18 @@ class DistributedOptimizer(Handle, Optimizer):
         """Which backward is under way, as autograd numbers them."""
         self._arrived: set[str] = set()
         self._submitted = 0
-        for parameter in self._parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._ready)
+        # Weakly: parameters keep their hooks where the garbage collector does not look.
+        ready = weakref.WeakMethod(self._ready)
+
+        def tell(parameter: Tensor) -> None:
+            method = ready()
+            if method is not None:
+                method(parameter)
+
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(tell)
+            for parameter in self._parameters.values()
+        ]
         self.broadcast_parameters()
 
     @property
@@ -95,7 +109,13 @@ class DistributedOptimizer(Handle, Optimizer):
         return self._reducer
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        return self._parameters.items()
+        return self._all.items()
+
+    def close(self) -> None:
+        """Average no more: the model's gradients are left alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self.reducer.close()
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Give all ranks the parameters of one. Collective; done once at the start."""
@@ -151,6 +171,11 @@ class DistributedOptimizer(Handle, Optimizer):
         """
         if self._synchronized:
             return
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen when the optimizer was wrapped is trained now, and "
+                "nobody would average it: wrap again after unfreezing (close() this one first)"
+            )
         buckets = self.reducer.buckets
         while self._submitted < len(buckets):
             self._submit(buckets)
@@ -165,7 +190,10 @@ class DistributedOptimizer(Handle, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the wrapped optimizer, on all ranks or, after a NaN or Inf, on none."""
+        """One step of the wrapped optimizer, on all ranks or, after a NaN or Inf, on none.
+
+        With a closure the optimizer decides itself what to do with what it gets.
+        """
         result = None
         if closure is not None:
             result = self.optimizer.step(closure)
@@ -180,6 +208,7 @@ class DistributedOptimizer(Handle, Optimizer):
         if self._backward is not None:  # one that failed half-way
             self.reducer.forget()
             self._new_round()
+        self._synchronized = False
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,11 +223,16 @@ class DistributedOptimizer(Handle, Optimizer):
         has = _KEY in state_dict
         self.reducer.agree(None, f"{_KEY} in state_dict: {has}", "load the same kind of state")
         inner = {key: value for key, value in state_dict.items() if key != _KEY}
-        self.optimizer.load_state_dict(inner)
         if has:
             self.reducer.load_state_dict(state_dict[_KEY], strict)
         else:
             log.warning("no compression in the optimizer's state: residuals stay as they are")
+        problem = None
+        try:
+            self.optimizer.load_state_dict(inner)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"the optimizer's own state does not fit: {error}"
+        self.reducer.agree(problem, "", "load the same kind of state")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -220,8 +254,17 @@ class DistributedOptimizer(Handle, Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r}, algorithm={self.algorithm})"
 
+    _step_supports_amp_scaling = False
+    """GradScaler must unscale gradients itself; a fused optimizer inside is not told the scale."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled, it is a part of its process: save "
+            "its state_dict() instead"
+        )
+
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet, or being unpickled
+        if name == "optimizer" or name.startswith("__"):  # not there yet, or not to be found
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -231,6 +274,8 @@ def _trained(
 ) -> dict[str, nn.Parameter]:
     """By name, the parameters that both sides have and that are to be trained."""
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    first = {id(p): name for name, p in reversed(named)}
+    named = [(name, p) for name, p in named if first[id(p)] == name]  # tied ones once
     by_name = dict(named)
     if len(by_name) < len(named):
         raise ValueError("names in named_parameters are not unique: two models need prefixes")
@@ -254,4 +299,4 @@ def _flat(name: str, parameter: nn.Parameter, stride: tuple[int, ...]) -> Tensor
         )
     if gradient.stride() != stride:
         gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,))
+    return gradient.detach().as_strided((gradient.numel(),), (1,))

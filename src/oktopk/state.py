@@ -233,9 +233,13 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], transport: Tr
 
 def _hash(parameter: Tensor) -> int:
     """A sum of all elements' bits, weighted by odd numbers: any one change changes it."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    values = parameter.detach().flatten()
+    values = torch.view_as_real(values).flatten() if values.is_complex() else values
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
-    for chunk in parameter.detach().flatten().view(integers).split(_CHUNK):
+    if not values.numel():
+        return 0
+    for chunk in values.view(sizes[values.element_size()]).split(_CHUNK):
         weights = torch.arange(1, 2 * chunk.numel(), 2, device=chunk.device)
         total = total * 31 + (chunk.to(torch.int64) * weights).sum()  # wraps around
     return int(total)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -53,6 +54,9 @@ class Transport:
             )
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
+        self.place: int | None = None
+        """Where in its program this rank is, as a number. Unless None, it travels with numbers
+        that are traded, and ranks that are not at the same place fail before they mix data."""
         self.reset()
 
     def reset(self) -> None:
@@ -91,6 +95,8 @@ class Transport:
         """rows[j], a few integers, goes to rank j; returns what each rank had for this one."""
         if self.size == 1:
             return rows
+        if self.place is not None:
+            rows = [[*row, self.place] for row in rows]
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
         share = mine[1:].nbytes
@@ -98,11 +104,29 @@ class Transport:
         with self.peers("an all-to-all"):
             dist.all_to_all_single(theirs, mine, group=self.group)
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
-        return traded
+        if self.place is None:
+            return traded
+        elsewhere = [str(rank) for rank, row in enumerate(traded) if row[-1] != self.place]
+        if elsewhere:
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: rank {', '.join(elsewhere)} is at another place "
+                "in its program, so their data do not belong together. Nothing was applied on this "
+                "rank. All ranks must reduce the same models in the same order, equally often; if "
+                "a backward failed on some ranks only, restart all from the last checkpoint"
+            )
+        return [row[:-1] for row in traded]
+
+    def meet(self) -> None:
+        """Make sure that all ranks are at the same place, where nothing is traded anyway."""
+        if self.place is not None:
+            self.trade_numbers([[]] * self.size)
 
     def share_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; what is too long is cut."""
-        encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        """Every rank's text, in rank order; of what is too long, its beginning and its crc32."""
+        encoded = text.encode()
+        if len(encoded) > _TEXT_BYTES:
+            encoded = encoded[: _TEXT_BYTES - 20] + f"... crc32={zlib.crc32(encoded):08x}".encode()
+        encoded = encoded.ljust(_TEXT_BYTES)
         message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
         gathered = self.all_gather(message)
         return [bytes(other.tolist()).decode(errors="replace").strip() for other in gathered]
@@ -133,7 +157,7 @@ class Transport:
         """
         table = self.trade_numbers([[guilty]] * self.size)
         bad = [str(rank) for rank, (had,) in enumerate(table) if had]
-        what = f"the gradient of rank {', '.join(bad)}" if bad else "a sum over ranks"
+        what = f"the gradient of rank {', '.join(bad)}" if bad else "a gradient or a sum over ranks"
         here = f" (on this rank in {where})" if where else ""
         raise NonFiniteGradientError(
             f"step {step}: NaN or Inf in {what}{here}. No rank's residual has changed. Find "

@@ -23,7 +23,10 @@ Task = tuple[Callable[[], Any], "Future[Any]"]
 _PATIENCE = 2.0
 """Seconds that the end of a process waits for a task that is still under way. It may wait for a
 rank that is gone, so this must end."""
-_workers: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
+_of_all_ranks: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
+"""By the default group. It is kept, since to make another is a collective."""
+_of_group: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
+"""By the id of a group that somebody gave; gone when its last user is."""
 _alone: list[Worker] = []
 
 
@@ -32,6 +35,7 @@ class Worker:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self._users = 0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # A daemon, and without a reference to the worker: neither keeps the other alive.
         self._thread = threading.Thread(
@@ -47,8 +51,18 @@ class Worker:
         return answer
 
     def run(self, task: Callable[[], T]) -> T:
-        """The same, and wait for its answer or its exception."""
+        """The same, and wait for its answer or its exception.
+
+        A task of the thread's own, such as a subscriber, may do it, too: it is run at once.
+        """
+        if threading.current_thread() is self._thread:
+            return task()
         return self.submit(task).result()
+
+    def register(self) -> int:
+        """A number for each that uses the worker, the same on every rank."""
+        self._users += 1
+        return self._users
 
 
 def worker(group: dist.ProcessGroup | None) -> Worker:
@@ -62,10 +76,14 @@ def worker(group: dist.ProcessGroup | None) -> Worker:
         if not _alone:
             _alone.append(Worker(None))
         return _alone[0]
-    key = group or dist.group.WORLD
-    if key not in _workers:
-        _workers[key] = Worker(group or _group_like_default())
-    return _workers[key]
+    if group is not None:
+        given = _of_group.get(id(group)) or Worker(group)
+        _of_group[id(group)] = given
+        return given
+    default = dist.group.WORLD
+    if default not in _of_all_ranks:
+        _of_all_ranks[default] = Worker(_group_like_default())
+    return _of_all_ranks[default]
 
 
 def _group_like_default() -> Any:

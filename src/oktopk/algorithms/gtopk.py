@@ -35,6 +35,7 @@ class GTopk(Algorithm):
         step.clear(mine, mine)
         distances = [2**level for level in range(math.ceil(math.log2(size)))]
         with step.time("exchange"):
+            step.transport.meet()
             for distance in distances:
                 if rank % (2 * distance) == distance:
                     transport.send(self._pack(step, mine), rank - distance)
