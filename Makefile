@@ -30,9 +30,10 @@ format: $(READY)  ## put the code into its standard form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)   ## kernels, then all algorithms on 4 ranks; about five minutes
+bench: $(READY)   ## kernels, all algorithms on 4 ranks, training steps; about seven minutes
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/allreduce.py
+	$(BIN)/python benchmarks/overlap.py
 
 clean:            ## remove the virtual environment and all caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
