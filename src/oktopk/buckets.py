@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from .algorithms import Step
 from .allreduce import SparseAllreduce
-from .stats import Totals
+from .stats import BucketSummary, GroupSummary, Summary, Totals
 
 DENSE_BELOW = 8192
 """Parameters with fewer elements are averaged densely. Biases and the parameters of norms are
@@ -171,3 +172,37 @@ def _group(slots: list[Slot], limit: float) -> list[list[Slot]]:
             bucket = open_buckets[slot.dtype] = []
         bucket.append(slot)
     return done + [bucket for bucket in open_buckets.values() if bucket]
+
+
+def summarize(buckets: Sequence[Bucket], totals: Totals, busy: float, waited: float) -> Summary:
+    """What became of all steps so far; see `Summary`."""
+    groups: dict[str, list[GroupSummary]] = {}
+    for bucket in buckets:
+        for slot, applied in zip(bucket.slots, bucket.applied, strict=True):
+            module = slot.name.rpartition(".")[0] or slot.name
+            elements = slot.numel * bucket.totals.steps
+            part = GroupSummary(slot.numel, bucket.dense, elements, applied)
+            groups.setdefault(module + (" (small)" if bucket.dense else ""), []).append(part)
+    return Summary(
+        totals=copy.deepcopy(totals),
+        buckets=tuple(
+            BucketSummary(
+                tuple(slot.name for slot in bucket.slots),
+                bucket.reduce.numel,
+                type(bucket.reduce.algorithm).__name__,
+                copy.deepcopy(bucket.totals),
+            )
+            for bucket in buckets
+        ),
+        groups={
+            name: GroupSummary(
+                sum(part.numel for part in parts),
+                parts[0].dense,
+                sum(part.elements for part in parts),
+                sum(part.applied for part in parts),
+            )
+            for name, parts in sorted(groups.items())
+        },
+        busy=busy,
+        waited=waited,
+    )

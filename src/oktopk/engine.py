@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from torch import Tensor
 from . import state
 from .algorithms import Algorithm, Dense, Step
 from .allreduce import SparseAllreduce
-from .buckets import Bucket, Options, Slot, cut, slots_of
-from .stats import BucketSummary, GroupSummary, StepStats, Summary, Totals, together
+from .buckets import Bucket, Options, Slot, cut, slots_of, summarize
+from .stats import StepStats, Summary, Totals, together
 from .transport import NonFiniteGradientError, Transport
 from .worker import worker
 
+T = TypeVar("T")
 log = logging.getLogger("oktopk")
 
 
@@ -196,7 +197,7 @@ class AllReducer:
 
     def forget(self) -> None:
         """Drop what has been submitted of a step that will not be completed."""
-        self._worker.run(self._clear)
+        self._run(self._clear)
 
     def wait(self) -> None:
         """Until everything submitted is done; raises what went wrong with it."""
@@ -260,11 +261,11 @@ class AllReducer:
                 if not bucket.dense:
                     bucket.reduce.change(algorithm)
 
-        self._worker.run(change)
+        self._run(change)
 
     def stats(self) -> Summary:
         """Totals and means so far."""
-        return self._worker.run(self._summary)
+        return self._run(lambda: summarize(self._buckets, self._totals, self._busy, self._waited))
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, of this rank: tensors and plain values."""
@@ -272,7 +273,7 @@ class AllReducer:
         def take() -> dict[str, Any]:
             return state.pack(self._buckets, self._algorithm, self._transport)
 
-        return self._worker.run(take)
+        return self._run(take)
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where the state was taken: all ranks together, each with its own.
@@ -283,7 +284,7 @@ class AllReducer:
             strict: if False, parameters that have no residual in the state begin without, and
                 another algorithm or other buckets begin with new thresholds. It is logged.
         """
-        self._worker.run(
+        self._run(
             lambda: state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
         )
 
@@ -298,20 +299,35 @@ class AllReducer:
                 if dense is not tensor:
                     tensor.copy_(dense)
 
-        self._worker.run(send)
+        self._run(send)
 
     def share(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""
-        return self._worker.run(lambda: self._transport.share_text(text))
+        return self._run(lambda: self._transport.share_text(text))
 
     def agree(self, problem: str | None, mine: str, fix: str) -> None:
         """Raise on all ranks if one has a problem or another text; see `Transport.agree`."""
-        self._worker.run(lambda: self._transport.agree(problem, mine, fix))
+        self._run(lambda: self._transport.agree(problem, mine, fix))
 
     def check_replicas(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
         named = list(named_parameters)
-        self._worker.run(lambda: state.check_replicas(named, self._transport))
+        self._run(lambda: state.check_replicas(named, self._transport))
+
+    def _run(self, task: Callable[[], T]) -> T:
+        """Run a task on the communication thread, after all that came before, and wait for it."""
+        stream = self._stream
+        if stream is None:
+            return self._worker.run(task)
+        torch.cuda.current_stream(stream.device).synchronize()  # for tensors that come along
+
+        def on_stream() -> T:
+            with torch.cuda.stream(stream):
+                answer = task()
+                stream.synchronize()
+                return answer
+
+        return self._worker.run(on_stream)
 
     # What the communication thread does.
 
@@ -479,36 +495,3 @@ class AllReducer:
         if not self._broken:
             self._error = None
         return error
-
-    def _summary(self) -> Summary:
-        groups: dict[str, list[GroupSummary]] = {}
-        for bucket in self._buckets:
-            for slot, applied in zip(bucket.slots, bucket.applied, strict=True):
-                module = slot.name.rpartition(".")[0] or slot.name
-                elements = slot.numel * bucket.totals.steps
-                part = GroupSummary(slot.numel, bucket.dense, elements, applied)
-                how = "" if not bucket.dense else " (small)"
-                groups.setdefault(module + how, []).append(part)
-        return Summary(
-            totals=dataclasses.replace(self._totals, seconds=dict(self._totals.seconds)),
-            buckets=tuple(
-                BucketSummary(
-                    tuple(slot.name for slot in bucket.slots),
-                    bucket.reduce.numel,
-                    type(bucket.reduce.algorithm).__name__,
-                    dataclasses.replace(bucket.totals, seconds=dict(bucket.totals.seconds)),
-                )
-                for bucket in self._buckets
-            ),
-            groups={
-                name: GroupSummary(
-                    sum(part.numel for part in parts),
-                    parts[0].dense,
-                    sum(part.elements for part in parts),
-                    sum(part.applied for part in parts),
-                )
-                for name, parts in sorted(groups.items())
-            },
-            busy=self._busy,
-            waited=self._waited,
-        )
