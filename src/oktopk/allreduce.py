@@ -139,7 +139,8 @@ class SparseAllreduce:
         elif self.nonfinite == "skip":
             self.skip(step, fill=0.0)
         else:
-            self._transport.blame(self.steps, bool(step.nonfinite_parts()))
+            bad = step.nonfinite_parts()
+            self._transport.blame(self.steps, None if bad is None else bool(bad))
         return out
 
     def begin(

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import secrets
 import threading
 import time
 import zlib
@@ -102,7 +103,7 @@ class AllReducer:
             "use the same model, algorithm and options",
         )
         self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
-        self._number = self._worker.register()
+        self._name = self._transport.share_text(secrets.token_hex(8))[0]
         self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
         self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
         if all(bucket.dense for bucket in self._buckets):
@@ -406,7 +407,7 @@ class AllReducer:
         return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def _begin(self, bucket: Bucket, factor: float) -> None:
-        place = (self._number, self._step, self._buckets.index(bucket))
+        place = (self._name, self._step, self._buckets.index(bucket))
         bucket.reduce.at(zlib.crc32(repr(place).encode()))
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
         bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale())
@@ -467,9 +468,11 @@ class AllReducer:
             bucket.slots[index].name
             for bucket, step in steps
             if not step.finite
-            for index in step.nonfinite_parts()
+            for index in step.nonfinite_parts() or ()
         ]
-        self._transport.blame(self._step, bool(names), ", ".join(names[:5]))
+        known = all(step.nonfinite_parts() is not None for _, step in steps if not step.finite)
+        guilty = bool(names) if names or known else None
+        self._transport.blame(self._step, guilty, ", ".join(names[:5]))
 
     def _report(self) -> None:
         lasts = []

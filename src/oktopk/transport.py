@@ -147,17 +147,20 @@ class Transport:
             lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
             raise ValueError(f"ranks disagree: {fix} on every rank\n" + "\n".join(lines))
 
-    def blame(self, step: int, guilty: bool, where: str = "") -> NoReturn:
+    def blame(self, step: int, guilty: bool | None, where: str = "") -> NoReturn:
         """Say which ranks had a NaN or Inf. All ranks ask together, since all know that one had.
 
         Args:
             step: number of the step.
-            guilty: whether this rank had one.
+            guilty: whether this rank had one; None if it cannot tell any more.
             where: and in which parameters.
         """
-        table = self.trade_numbers([[guilty]] * self.size)
-        bad = [str(rank) for rank, (had,) in enumerate(table) if had]
-        what = f"the gradient of rank {', '.join(bad)}" if bad else "a gradient or a sum over ranks"
+        table = self.trade_numbers([[-1 if guilty is None else int(guilty)]] * self.size)
+        bad = [str(rank) for rank, (had,) in enumerate(table) if had == 1]
+        unknown = any(had < 0 for (had,) in table)
+        what = "a gradient or a sum over ranks" if unknown else "a sum over ranks"
+        if bad:
+            what = f"the gradient of rank {', '.join(bad)}"
         here = f" (on this rank in {where})" if where else ""
         raise NonFiniteGradientError(
             f"step {step}: NaN or Inf in {what}{here}. No rank's residual has changed. Find "

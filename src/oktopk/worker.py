@@ -35,7 +35,6 @@ class Worker:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self._users = 0
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # A daemon, and without a reference to the worker: neither keeps the other alive.
         self._thread = threading.Thread(
@@ -58,11 +57,6 @@ class Worker:
         if threading.current_thread() is self._thread:
             return task()
         return self.submit(task).result()
-
-    def register(self) -> int:
-        """A number for each that uses the worker, the same on every rank."""
-        self._users += 1
-        return self._users
 
 
 def worker(group: dist.ProcessGroup | None) -> Worker:

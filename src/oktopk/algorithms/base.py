@@ -189,10 +189,10 @@ class Step:
             # Velocities must not be summed in place: the next step needs them.
             return prepared if self.momentum is None else self.accumulated.copy_(prepared)
 
-    def nonfinite_parts(self) -> list[int]:
-        """The parts of this rank's gradient with a NaN or Inf, as far as it is still there."""
+    def nonfinite_parts(self) -> list[int] | None:
+        """The parts of this rank's gradient with a NaN or Inf; None if it has been overwritten."""
         if self._overwritten:
-            return []
+            return None
         parts = enumerate(self.gradient)
         return [index for index, part in parts if not bool(torch.isfinite(part).all())]
 
