@@ -41,7 +41,7 @@ def train(rank: Rank, algorithm: oktopk.Algorithm | None, steps: int, **options:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "algorithm", [oktopk.Dense(), oktopk.OkTopk(density=1.0), oktopk.TopkDSA(density=1.0)]
+    "algorithm", [oktopk.Dense(), oktopk.OkTopk(density=1.0)], ids=["dense", "oktopk"]
 )
 def test_everything_sent_is_plain_ddp(ranks: Ranks, size: int, algorithm: oktopk.Algorithm) -> None:
     if size not in PLAIN:
@@ -120,7 +120,7 @@ def assert_conserved(outcomes: list[Any]) -> None:
             torch.testing.assert_close(left, entered, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("name", oktopk.names())
 def test_nothing_is_lost(ranks: Ranks, name: str, size: int) -> None:
     algorithm = oktopk.algorithm(name, density=0.05, warmup_steps=size % 2)

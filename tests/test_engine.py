@@ -125,15 +125,11 @@ def crossed(rank: Rank, algorithm: oktopk.Algorithm) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [OKTOPK, oktopk.Dense(), oktopk.GTopk()], ids=str)
-def test_another_order_on_one_rank_is_an_error(algorithm: oktopk.Algorithm) -> None:
-    pool = Ranks((3,), timeout=10.0)
-    try:
-        for _, error in pool.outcomes(3, crossed, algorithm):
-            assert error is not None
-            assert "PeerError" in error
-            assert "another place in its program" in error
-    finally:
-        pool.stop()
+def test_another_order_on_one_rank_is_an_error(ranks: Ranks, algorithm: oktopk.Algorithm) -> None:
+    for _, error in ranks.outcomes(3, crossed, algorithm):
+        assert error is not None
+        assert "PeerError" in error
+        assert "another place in its program" in error
 
 
 def freed(rank: Rank, how: str) -> tuple[bool, int]:
