@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -328,10 +329,15 @@ def rewrapped(rank: Rank) -> list[int]:
     model = net()
     first = wrap(rank, model)
     run(rank, model, first, range(3))
+    residual = weakref.ref(first.reducer._buckets[0].reduce)
     first.close()
+    torch.distributed.barrier(group=rank.group)
+    with pytest.raises(RuntimeError, match="this compression was closed"):
+        first.state_dict()
     second = wrap(rank, model, optimizer=torch.optim.AdamW(model.parameters()))
     run(rank, model, second, range(2))
     second.check_replicas()
+    assert residual() is None
     loss_of(model, 9, rank.rank).backward(create_graph=True)
     return [second.stats().totals.steps]
 

@@ -103,7 +103,7 @@ class Slot:
         return flat.as_strided(self.size, self.stride)
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters that are reduced together."""
 

@@ -143,10 +143,6 @@ class AllReducer:
     # What the training thread calls.
 
     @property
-    def _step(self) -> int:
-        return self._buckets[0].reduce.steps
-
-    @property
     def rank(self) -> int:
         return self._transport.rank
 
@@ -179,8 +175,7 @@ class AllReducer:
         Returns:
             A future that is done when the step is, also when it failed: `wait` then raises why.
         """
-        if self._closed:
-            raise RuntimeError("this compression was closed; attach or wrap anew")
+        self._check_open()
         if self._error is not None:
             self.wait()
         on_gpu = self._stream is not None
@@ -193,8 +188,18 @@ class AllReducer:
 
     def close(self) -> None:
         """Take no more gradients, and let go of buffers. Waits for nobody."""
+
+        def let_go() -> None:
+            self._clear()
+            self._buckets.clear()
+            self._bucket_of.clear()
+
         self._closed = True
-        self._worker.submit(self._buckets.clear)
+        self._worker.submit(let_go)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this compression was closed; attach or wrap anew")
 
     def forget(self) -> None:
         """Drop what has been submitted of a step that will not be completed."""
@@ -317,6 +322,7 @@ class AllReducer:
 
     def _run(self, task: Callable[[], T]) -> T:
         """Run a task on the communication thread, after all that came before, and wait for it."""
+        self._check_open()
         stream = self._stream
         if stream is None:
             return self._worker.run(task)
@@ -356,6 +362,10 @@ class AllReducer:
             if last or self._broken:
                 self._clear()
         self._busy += time.perf_counter() - since
+
+    @property
+    def _step(self) -> int:
+        return self._buckets[0].reduce.steps
 
     def _clear(self) -> None:
         for bucket in self._buckets:

@@ -82,6 +82,7 @@ class DistributedOptimizer(Handle, Optimizer):
             may_be_unused=True,
             trainer=trainer,
         )
+        self._buckets = self._reducer.buckets
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}
         self._sync = True
@@ -147,21 +148,21 @@ class DistributedOptimizer(Handle, Optimizer):
                 "use_reentrant=False); if the last one failed, call zero_grad() and try again"
             )
         self._arrived.add(self._names[id(parameter)])
-        buckets = self.reducer.buckets
-        while self._submitted < len(buckets) and self._arrived.issuperset(buckets[self._submitted]):
-            self._submit(buckets)
+        left = self._buckets[self._submitted :]
+        while left and self._arrived.issuperset(left.pop(0)):
+            self._submit()
 
-    def _submit(self, buckets: list[list[str]]) -> None:
+    def _submit(self) -> None:
         """Hand over the next bucket. All ranks do it in this order, whatever is ready first."""
         gradients, absent = {}, []
-        for name in buckets[self._submitted]:
+        for name in self._buckets[self._submitted]:
             parameter = self._parameters[name]
             if parameter.grad is None:
                 absent.append(name)
                 parameter.grad = torch.zeros_like(parameter)
             gradients[name] = _flat(name, parameter, self._strides[name])
         self._submitted += 1
-        last = self._submitted == len(buckets)
+        last = self._submitted == len(self._buckets)
         self.reducer.submit(gradients, next(iter(gradients.values())), last, absent)
 
     def synchronize(self) -> None:
@@ -176,9 +177,8 @@ class DistributedOptimizer(Handle, Optimizer):
                 "a parameter that was frozen when the optimizer was wrapped is trained now, and "
                 "nobody would average it: wrap again after unfreezing (close() this one first)"
             )
-        buckets = self.reducer.buckets
-        while self._submitted < len(buckets):
-            self._submit(buckets)
+        while self._submitted < len(self._buckets):
+            self._submit()
         self._new_round()
         self.reducer.wait()
         self._synchronized = True
