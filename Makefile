@@ -3,34 +3,43 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help env test check format bench clean
+.PHONY: help train env test check format bench clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-env: $(READY)     ## the virtual environment
+train: $(READY)   ## train the default recipe with 2 workers; make train ARGS="an4 --density 0.01"
+	$(BIN)/oktopk train $(ARGS)
+
+env: $(DEV)       ## the virtual environment, with what tests need
 
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(PIP) --requirement requirements.lock
+	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-test: $(READY)    ## all tests; make test ARGS="--exhaustive -k oktopk" passes options to pytest
+$(DEV): $(READY) requirements-dev.lock
+	$(PIP) --requirement requirements-dev.lock
+	touch $@
+
+test: $(DEV)      ## all tests; make test ARGS="--exhaustive -k oktopk" passes options to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(READY)   ## lint, format, types
+check: $(DEV)     ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## put the code into its standard form
+format: $(DEV)    ## put the code into its standard form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)   ## kernels, all algorithms on 4 ranks, training steps; about seven minutes
+bench: $(DEV)     ## kernels, all algorithms on 4 ranks, training steps; about seven minutes
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/allreduce.py
 	$(BIN)/python benchmarks/overlap.py

@@ -118,6 +118,8 @@ class Bucket:
     """What has arrived in this step."""
     step: Step | None = None
     """The reduction of this step, not yet committed."""
+    ready: float = 0.0
+    """When the last gradient of the latest step came, by time.perf_counter."""
 
     @property
     def complete(self) -> bool:

@@ -146,6 +146,12 @@ def load(
     return Checkpoint(manifest["step"], shared, own)
 
 
+def read_shared(folder: str | os.PathLike[str]) -> Any:
+    """What was given to `save` as `shared`, for one process alone: to use a trained model, say."""
+    manifest = _manifest(Path(folder))
+    return _read(Path(folder) / manifest["data"], "shared.pt", manifest)
+
+
 class DistributedCheckpoint:
     """Compression as a part of what torch.distributed.checkpoint saves and loads.
 

@@ -183,6 +183,10 @@ class AllReducer:
             torch.futures.Future(devices=[result.device]) if on_gpu else torch.futures.Future()
         )
         ready = torch.cuda.current_stream(result.device).record_event() if on_gpu else None
+        now = time.perf_counter()
+        for name in gradients:
+            if name in self._bucket_of:
+                self._bucket_of[name].ready = now
         self._worker.submit(lambda: self._arrive(gradients, result, last, absent, future, ready))
         return future
 
@@ -212,6 +216,16 @@ class AllReducer:
         self._waited += time.perf_counter() - since
         if error is not None:
             raise error
+
+    @property
+    def waited(self) -> float:
+        """Seconds that `wait` took so far."""
+        return self._waited
+
+    @property
+    def ready(self) -> tuple[float, ...]:
+        """When each bucket of the latest step had all its gradients, by time.perf_counter."""
+        return tuple(bucket.ready for bucket in self._buckets)
 
     def subscribe(self, callback: Callable[[StepStats], None]) -> Callable[[], None]:
         """Call back with the statistics of each step, in order, before its futures are done.

@@ -1,0 +1,126 @@
+"""The command line: `oktopk train`, `oktopk recipes`, `oktopk data`.
+
+A mistake of the user is one line and exit code 2; an interruption 130. What a subcommand needs is
+imported when it is the one, so that `--help` is quick and extras are only missed where they are
+used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from .train import launch, options
+from .train.errors import UserError
+from .train.recipes import DEFAULT, RECIPES
+
+_TRAIN = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
+mpirun or srun has started them already.
+
+A value comes from the command line, else from the TOML file of --config, else from the recipe, else
+it is the default shown here. Without a recipe, {DEFAULT} is used; but with --dnn lstman4 the recipe
+lstman4, and with --dataset an4 the recipe an4. Flags may be spelled with underscores. Booleans are
+given as --augment, --augment false, or --no-augment.
+"""
+
+_TRAIN_EXAMPLES = """examples:
+  oktopk train                                 a few minutes, no download
+  oktopk train an4 --nworkers 4 --density 0.01
+  oktopk train an4 --resume auto               go on with the latest run
+  oktopk train --config runs/best/config.toml --seed 2
+  oktopk train --dnn lstman4 --dataset an4 --data-dir corpora --nworkers 2 --compressor oktopk
+  torchrun --standalone --nproc-per-node 4 -m oktopk train lstman4
+  mpirun -n 4 oktopk train lstman4
+  srun --ntasks 8 oktopk train lstman4
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except UserError as error:
+        launch.report(f"oktopk: error: {error}")
+        return launch.USER_ERROR
+    except ImportError as error:
+        message = launch.missing_package(error)
+        if not message:
+            raise
+        launch.report(f"oktopk: error: {message}")
+        return launch.USER_ERROR
+    except KeyboardInterrupt:
+        print("oktopk: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="oktopk",
+        description="Communication-efficient training: sparse allreduce with error feedback.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"oktopk {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train a model",
+        description=_TRAIN,
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="oktopk train [RECIPE] [--config FILE] [--FLAG VALUE ...]",
+        allow_abbrev=False,
+    )
+    commands.add_parser("recipes", help="list the recipes of `oktopk train`", allow_abbrev=False)
+    data = commands.add_parser("data", help="get speech corpora ready", allow_abbrev=False)
+
+    command = arguments[0] if arguments else ""
+    if command == "train":
+        options.add_arguments(train)
+        arguments = ["train", *options.spell(arguments[1:])]
+    elif command == "data":
+        from .train.data import command as data_command
+
+        data_command.add_arguments(data)
+    elif command and not command.startswith("-") and command not in commands.choices:
+        close = options.did_you_mean(command, commands.choices)
+        raise UserError(f"unknown command {command}{close or '; `oktopk --help` lists them'}")
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "train":
+        config, explicit = options.build(parsed)
+        return launch.run(config, explicit)
+    if parsed.command == "recipes":
+        return _list_recipes()
+    if parsed.command == "data":
+        return data_command.run(parsed)
+    parser.print_help()
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without repeating the usage. Subcommands inherit it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def _list_recipes() -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("recipe", "what it is", "what differs from the defaults")
+    for name, recipe in RECIPES.items():
+        values = " ".join(f"{key}={value}" for key, value in recipe.values.items())
+        table.add_row(name, recipe.summary, values or "nothing")
+    Console().print(table)
+    return 0
+
+
+def _version() -> str:
+    try:
+        return version("oktopk")
+    except PackageNotFoundError:  # run from a folder of sources
+        return "of unknown version"

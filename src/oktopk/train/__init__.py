@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, and the data and models that it needs."""

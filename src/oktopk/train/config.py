@@ -1,0 +1,200 @@
+"""The configuration of a run: one flat dataclass, whose fields are the flags of `oktopk train`.
+
+A field's docstring is its help text. Values come, in this order, from the defaults here, the
+recipe, a TOML file, and the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..algorithms import Algorithm, Dense, algorithm
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on. The defaults are the published settings of lstman4, but
+    for clipping: at 400, as published, training diverges in its second epoch."""
+
+    recipe: str = ""
+    """Name of the recipe that the other values began with."""
+
+    # What is trained.
+    dnn: str = "lstman4"
+    """Model: lstman4 (27.6 million parameters), or lstman4-small (2.3 million, for CPUs)."""
+    dataset: str = "an4"
+    """Corpus: an4, spoken (synthesised here, no download), or manifest (files that you name)."""
+    data_dir: str = ""
+    """Folder of the corpus; by default a folder in the user's cache."""
+    train_manifest: str = ""
+    """List of training utterances, for --dataset manifest; see `oktopk data --help`."""
+    val_manifest: str = ""
+    """List of validation utterances, for --dataset manifest."""
+    features: str = "spectrogram"
+    """What the model hears: spectrogram (161 bins) or logmel (80 bins)."""
+    augment: bool = False
+    """From the second epoch on, mask bands of time and frequency and stretch time."""
+    width: int | None = None
+    """Units of an LSTM layer; by default what the model has."""
+    depth: int | None = None
+    """LSTM layers; by default what the model has."""
+    bidirectional: bool | None = None
+    """Read the utterance in both directions; by default what the model does."""
+    pretrain: str = ""
+    """Begin with the weights of this checkpoint: a run's folder, or a file of a state_dict."""
+
+    # How it is trained.
+    max_epochs: int = 100
+    """Passes over the training set."""
+    max_steps: int | None = None
+    """End after this many steps, if that is sooner."""
+    batch_size: int = 8
+    """Utterances of each worker in one forward and backward."""
+    nsteps_update: int = 1
+    """Batches whose gradients are accumulated for one step."""
+    optimizer: str = "sgd"
+    """sgd (with Nesterov's momentum) or adamw."""
+    lr: float = 0.01
+    """Learning rate; with --schedule onecycle its peak."""
+    momentum: float = 0.9
+    """Momentum of sgd."""
+    momentum_correction: bool = False
+    """Accumulate momentum on each worker before compression, as DGC does, instead of after it."""
+    weight_decay: float = 0.0
+    """Weight decay, of matrices only."""
+    schedule: str = "anneal"
+    """Learning rate: constant, anneal (divided by --anneal after each epoch), or onecycle."""
+    anneal: float = 1.01
+    """What --schedule anneal divides by after each epoch."""
+    clip: float = 20.0
+    """Largest norm of the averaged gradient; 0 does not clip."""
+    norm_clip: float = 0.0
+    """Largest norm of each worker's own gradient before compression; 0 does not clip."""
+    autocast: str = "no"
+    """Precision of forward and backward: no (float32) or bf16."""
+    seed: int = 1
+    """Seed of weights, order and augmentation."""
+
+    # How gradients are averaged.
+    compression: bool = True
+    """Compress gradients; `--compression False` averages them densely."""
+    compressor: str = "oktopk"
+    """Algorithm: oktopk, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank or dense."""
+    density: float = 0.02
+    """Share of the gradient's entries that is applied in a step."""
+    warmup_steps: int = 128
+    """Dense steps before the first sparse one."""
+    sigma_scale: float = 2.5
+    """Gaussiank's first threshold, in standard deviations."""
+    scope: str = "bucket"
+    """Select the largest entries of each bucket, overlapping with backward, or of the whole
+    model."""
+    bucket_mb: float = 25.0
+    """Megabytes of gradient in a bucket."""
+    dense_below: int = 8192
+    """Parameters with fewer elements than this are averaged densely."""
+
+    # Where and how it runs.
+    nworkers: int | None = None
+    """Workers to start on this machine; under torchrun, mpirun or srun, how many there must be.
+    By default 2 or, if launched, as many as there are."""
+    nwpernode: int | None = None
+    """Workers of each machine. Only checked: who launches the workers decides."""
+    device: str = "auto"
+    """cpu, cuda, or auto: a GPU for each worker if there is one."""
+    threads: int = 0
+    """CPU threads of each worker; 0 shares the cores among the workers of a machine."""
+    run_dir: str = ""
+    """Folder for results; by default runs/RECIPE-DATE-TIME."""
+    resume: str = ""
+    """Go on with a run: auto (what is in --run-dir, or else the latest run of the recipe; a new one
+    if there is none), or a run's folder."""
+    validate_every: int = 5
+    """Epochs between validations; the first and the last epoch are always validated."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 makes one after every epoch, -1 none but at the end."""
+    examples: int = 3
+    """Validation utterances to show with what was recognised."""
+    tensorboard: bool = True
+    """Write event files for TensorBoard."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(
+                    f"{flag(name)} is {getattr(self, name)!r}, but must be one of "
+                    f"{', '.join(allowed)}"
+                )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise UserError(f"{flag(name)} is {value}, but must be at least {least}")
+        if not 0 < self.lr < math.inf:
+            raise UserError(f"--lr is {self.lr}, but must be above 0: the default is 0.01")
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"--momentum is {self.momentum}, but must be at least 0 and below 1")
+        if self.momentum_correction and self.optimizer != "sgd":
+            raise UserError("--momentum-correction needs --optimizer sgd")
+        if self.dataset == "manifest" and not (self.train_manifest and self.val_manifest):
+            raise UserError("--dataset manifest needs --train-manifest and --val-manifest")
+        if self.resume and self.pretrain:
+            raise UserError("--resume and --pretrain exclude each other: a resumed run has weights")
+        self.make_algorithm()
+
+    def make_algorithm(self) -> Algorithm:
+        """How gradients are averaged."""
+        if not self.compression:
+            return Dense()
+        options: dict[str, Any] = {"density": self.density, "warmup_steps": self.warmup_steps}
+        if self.compressor.lower() == "gaussiank":
+            options["sigma_scale"] = self.sigma_scale
+        try:
+            return algorithm(self.compressor, **options)
+        except ValueError as error:
+            raise UserError(f"--compressor {self.compressor}: {error}") from None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, without those that are unset."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_CHOICES = {
+    "dnn": ("lstman4", "lstman4-small"),
+    "dataset": ("an4", "spoken", "manifest"),
+    "features": ("spectrogram", "logmel"),
+    "optimizer": ("sgd", "adamw"),
+    "schedule": ("constant", "anneal", "onecycle"),
+    "autocast": ("no", "bf16"),
+    "scope": ("bucket", "model"),
+    "device": ("auto", "cpu", "cuda"),
+}
+_LEAST: dict[str, float] = {
+    "width": 1,
+    "depth": 1,
+    "max_epochs": 1,
+    "max_steps": 1,
+    "batch_size": 1,
+    "nsteps_update": 1,
+    "weight_decay": 0,
+    "anneal": 1,
+    "clip": 0,
+    "norm_clip": 0,
+    "warmup_steps": 0,
+    "dense_below": 0,
+    "nworkers": 1,
+    "nwpernode": 1,
+    "threads": 0,
+    "validate_every": 1,
+    "checkpoint_every": -1,
+    "examples": 0,
+}
+
+
+def flag(name: str) -> str:
+    """A field as it is written on the command line."""
+    return "--" + name.replace("_", "-")

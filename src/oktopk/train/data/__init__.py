@@ -1,0 +1,1 @@
+"""Corpora of speech: recordings, lists of them, and where they come from."""

@@ -1,0 +1,37 @@
+"""Optimizers and learning rates by configuration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from .config import Config
+
+
+def make_optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
+    """SGD or AdamW; weights of matrices decay, biases and norms do not."""
+    groups = [
+        {
+            "params": [p for p in net.parameters() if p.ndim > 1],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98))
+    momentum = 0.0 if config.momentum_correction else config.momentum
+    return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def learning_rate(config: Config, step: int, steps: int, epoch: int) -> float:
+    """Of a step. It depends on nothing else, so that a resumed run needs no more."""
+    if config.schedule == "anneal":
+        return config.lr / config.anneal ** (epoch - 1)
+    if config.schedule == "onecycle":  # linear rise over a tenth of the run, then half a cosine
+        rise = max(1, steps // 10)
+        if step < rise:
+            return config.lr * (step + 1) / rise
+        return config.lr * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+    return config.lr

@@ -1,0 +1,63 @@
+"""Recipes: named settings, as differences from `Config`'s defaults, the published ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Config
+from .errors import UserError
+
+DEFAULT = "spoken"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A line for `oktopk recipes`, and the values that differ from the defaults."""
+
+    summary: str
+    values: dict[str, Any]
+
+
+_SMALL = {
+    "dnn": "lstman4-small",
+    "features": "logmel",
+    "augment": True,
+    "optimizer": "adamw",
+    "lr": 0.0015,
+    "weight_decay": 0.01,
+    "schedule": "onecycle",
+    "clip": 5.0,
+    "dense_below": 1024,
+    "nworkers": 2,
+}
+
+RECIPES = {
+    "spoken": Recipe(
+        "small model on a corpus that is synthesised here: no download, a few minutes on 2 cores",
+        {**_SMALL, "dataset": "spoken", "batch_size": 8, "max_epochs": 10},
+    ),
+    "an4": Recipe(
+        "small model on CMU AN4: a good word error rate in a quarter of an hour on 2 cores",
+        {**_SMALL, "dataset": "an4", "batch_size": 4, "max_epochs": 30},
+    ),
+    "lstman4": Recipe(
+        "the published model and settings on CMU AN4, 100 epochs: for GPUs or many cores",
+        {},
+    ),
+    "lstm_debug": Recipe(
+        "the published model for 2 epochs, to see that everything works",
+        {"max_epochs": 2},
+    ),
+    "lstm_extended": Recipe(
+        "the published model for 10 epochs: 140 steps at 8 workers, 12 of them sparse",
+        {"max_epochs": 10, "nworkers": 8},
+    ),
+}
+
+
+def recipe(name: str, **values: Any) -> Config:
+    """The configuration of a recipe, with some values changed."""
+    if name not in RECIPES:
+        raise UserError(f"unknown recipe {name!r}; `oktopk recipes` lists {', '.join(RECIPES)}")
+    return Config(**{**RECIPES[name].values, **values, "recipe": name})

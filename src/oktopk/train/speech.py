@@ -1,0 +1,140 @@
+"""The speech workload: data, model, loss and validation of LSTM speech recognition."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import Config
+from .data import an4, manifest, spoken
+from .data.batches import Batch, Order, collate, prefetched
+from .data.cache import cache_dir
+from .data.features import BINS, Corpus, compute, open_corpus
+from .errors import UserError
+from .models.deepspeech import DeepSpeech, shape
+from .records import Example
+from .text import LABELS, encode, error_rates, greedy, needed_frames
+from .together import first_on_one, gather
+
+log = logging.getLogger("oktopk")
+
+
+class Speech:
+    """What Trainer needs to know of the workload. All workers make one together."""
+
+    def __init__(self, config: Config, device: torch.device, local_rank: int) -> None:
+        self.config = config
+        self.device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        progress = self.rank == 0
+        self.train, self.val = first_on_one(local_rank, lambda: _corpora(config, progress))
+        self.labels = [encode(utterance.text) for utterance in self.train.utterances]
+        self.val_labels = [encode(utterance.text) for utterance in self.val.utterances]
+        self.order = Order(self.train.lengths, config.batch_size, self.size, config.seed)
+        if len(self.order) < config.nsteps_update:
+            needed = config.batch_size * self.size * config.nsteps_update
+            raise UserError(
+                f"the training set has {len(self.labels)} utterances, but a step takes {needed} "
+                f"(--batch-size {config.batch_size}, {self.size} workers, --nsteps-update "
+                f"{config.nsteps_update}): make one of these smaller"
+            )
+        sizes = shape(config.dnn, config.width, config.depth, config.bidirectional)
+        self.model = DeepSpeech(sizes, BINS[config.features], len(LABELS))
+        self._warn_of_short_ones()
+
+    @property
+    def samples(self) -> int:
+        """Utterances of the training set."""
+        return len(self.labels)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Of each worker."""
+        return len(self.order)
+
+    def batches(self, epoch: int, done: int = 0) -> Generator[Batch, None, None]:
+        """This worker's batches of an epoch, without the first `done`."""
+        # The first epoch is for learning what speech is at all.
+        augment = self.config.augment and epoch > 1
+        seed = self.config.seed * 1_000_003 + epoch if augment else None
+
+        def make(indices: Sequence[int]) -> Batch:
+            return collate(self.train, self.labels, indices, seed).to(self.device)
+
+        return prefetched(make, self.order.epoch(epoch, self.rank)[done:])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean over utterances of CTC's negative log-likelihood, summed over each utterance."""
+        log_probs, lengths = model(batch.features, batch.lengths)
+        return self._losses(batch, log_probs, lengths).mean()
+
+    def validate(
+        self, model: nn.Module, progress: Callable[[int, int], None]
+    ) -> tuple[dict[str, float], tuple[Example, ...]]:
+        """Loss and error rates on the validation set, by all workers together."""
+        lengths = self.val.lengths
+        mine = lengths.argsort(stable=True)[self.rank :: self.size].tolist()
+        loss, said = 0.0, dict[int, str]()
+        model.eval()
+        with torch.no_grad():
+            for start in range(0, len(mine), 8):
+                indices = mine[start : start + 8]
+                batch = collate(self.val, self.val_labels, indices, None).to(self.device)
+                log_probs, frames = model(batch.features, batch.lengths)
+                loss += float(self._losses(batch, log_probs, frames).sum())
+                said.update(zip(indices, greedy(log_probs, frames), strict=True))
+                progress(min(start + 8, len(mine)), len(mine))
+        model.train()
+        parts = gather((loss, said))
+        hypotheses = {index: text for _, part in parts for index, text in part.items()}
+        texts = [utterance.text for utterance in self.val.utterances]
+        rates = error_rates(texts, [hypotheses[index] for index in range(len(texts))])
+        # Utterances that speak of the whole set, not just of its beginning.
+        count = min(self.config.examples, len(texts))
+        shown = [index * len(texts) // count for index in range(count)]
+        examples = tuple(Example(texts[index], hypotheses[index]) for index in shown)
+        return {"loss": sum(loss for loss, _ in parts) / len(texts), **rates}, examples
+
+    def _losses(self, batch: Batch, log_probs: Tensor, lengths: Tensor) -> Tensor:
+        """Of each utterance; zero where it has too few frames for its transcript."""
+        return nn.functional.ctc_loss(
+            log_probs,
+            batch.targets,
+            lengths,
+            batch.target_lengths,
+            reduction="none",
+            zero_infinity=True,
+        )
+
+    def _warn_of_short_ones(self) -> None:
+        needed = torch.tensor([needed_frames(labels) for labels in self.labels])
+        short = int((self.model.frames(self.train.lengths) < needed).sum())
+        if short and self.rank == 0:
+            log.warning(
+                "%d of %d training utterances are too short for their transcripts: nothing can be "
+                "learned from them",
+                short,
+                len(needed),
+            )
+
+
+def _corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:
+    """Training and validation set, made if need be."""
+    train, val = (manifest.read(path) for path in _manifests(config, progress))
+    folder = cache_dir() / "features"
+    paths = [compute(part, config.features, folder, progress=progress) for part in (train, val)]
+    return open_corpus(paths[0], train), open_corpus(paths[1], val)
+
+
+def _manifests(config: Config, progress: bool) -> tuple[Path, Path]:
+    folder = Path(config.data_dir).expanduser() if config.data_dir else None
+    if config.dataset == "manifest":
+        return Path(config.train_manifest), Path(config.val_manifest)
+    if config.dataset == "spoken":
+        return spoken.prepare(folder, progress=progress)
+    return an4.prepare(folder or cache_dir() / "an4", progress=progress)

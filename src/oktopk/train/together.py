@@ -1,0 +1,69 @@
+"""Small things that all workers do together, besides reducing gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .errors import UserError
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """The values of all workers."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def attempt(work: Callable[[], T]) -> T:
+    """`work` on all workers; a mistake on one of them is a UserError on all."""
+    result, problem, error = None, "", None
+    try:
+        result = work()
+    except UserError as mistake:
+        problem = str(mistake)
+    except Exception as caught:
+        problem, error = f"{type(caught).__name__}: {caught}", caught
+    problems = [problem for problem in gather(problem) if problem]
+    if error is not None:
+        raise error
+    if problems:
+        raise UserError(problems[0])
+    assert result is not None
+    return result
+
+
+def first_on_one(local_rank: int, work: Callable[[], T]) -> T:
+    """`work` on one worker of each machine, and then on the others, who find it done."""
+    if local_rank:
+        attempt(lambda: True)
+        return attempt(work)
+    result = attempt(work)
+    attempt(lambda: True)
+    return result
+
+
+def average_buffers(model: nn.Module) -> None:
+    """Give all workers the mean of their running statistics."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        return
+    flat = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
+
+
+def mean(values: list[float], device: torch.device) -> list[float]:
+    """The means over workers."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    means: list[float] = (total / dist.get_world_size()).tolist()
+    return means

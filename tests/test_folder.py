@@ -1,0 +1,243 @@
+"""What is kept of a run: each step once, whatever killed it, and readable by others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oktopk.train.config import Config
+from oktopk.train.errors import UserError
+from oktopk.train.folder import (
+    METRICS,
+    RunFolder,
+    latest_run,
+    new_run_folder,
+    previous_epochs,
+    read_metrics,
+)
+from oktopk.train.format import toml
+from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
+
+PER_EPOCH = 4
+VALUES = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+)
+
+
+def plan(first_step: int = 0, config: Config | None = None) -> Plan:
+    return Plan(
+        config or Config(), "runs/x", 2, "cpu", 1000, 80, 3, PER_EPOCH, 12, first_step, 4, 4000
+    )
+
+
+def step(place: int) -> StepRecord:
+    seconds = {"data": 0.1, "total": 0.5}
+    return StepRecord(
+        place, place // PER_EPOCH + 1, 3.2, 1e-5, 1.0, 16, "sparse", 0.98, 50.0, 80, 80, seconds
+    )
+
+
+def epoch(place: int) -> EpochRecord:
+    validation = {"loss": 3.1, "wer": 0.5} if place != 2 else {}
+    examples = (Example("YES | NO", ""), Example("süß", "sus")) if validation else ()
+    return EpochRecord(
+        place, place * PER_EPOCH, 3.3, 0.01, "sparse", 0.98, 50.0, 320, 2.0, 8.0, 0.4, validation,
+        examples,
+    )  # fmt: skip
+
+
+def go(folder: RunFolder, first: int, last: int) -> None:
+    """Steps from `first` until before `last`, with the epochs that they end."""
+    folder.started(plan(first))
+    for place in range(first, last):
+        folder.stepped(step(place))
+        if (place + 1) % PER_EPOCH == 0:
+            folder.epoch_ended(epoch((place + 1) // PER_EPOCH))
+
+
+def outcome() -> Outcome:
+    bucket = BucketTiming(("a", "b"), 1000, "oktopk", 0.98, 80.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+    return Outcome(
+        plan(), (epoch(1),), 12, 8, 0.98, 50.0, 960, 48000, 9.0, {"total": 0.5}, (bucket,), {}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    log = logging.getLogger("oktopk")
+    before = log.level, list(log.handlers)
+    yield
+    assert (log.level, list(log.handlers)) == before
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=5))
+def test_toml_gives_back_what_was_written(values: dict[str, Any]) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    read = tomllib.loads(toml(values))
+    assert read == values
+    assert [type(x) for x in read.values()] == [type(x) for x in values.values()]
+
+
+def test_toml_has_no_words_for_broken_text() -> None:
+    with pytest.raises(UserError, match="rename"):
+        toml({"data_dir": "/a\udcff"})
+
+
+def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/bin/oktopk", "train", "--lr", "1e-5"])
+    config = Config(lr=1e-5, width=64, data_dir='/a "b"\\c\x7f\n')
+    folder = RunFolder(tmp_path / "run", tensorboard=False)
+    folder.started(plan(config=config))
+    folder.stepped(step(0))
+    assert len(read_metrics(folder.path)[0]) == 1  # at once, not when it is closed
+    folder.epoch_ended(epoch(1))
+    logging.getLogger("oktopk").warning("something %s", "odd")
+    folder.finished(outcome())
+    folder.close()
+    folder.close()
+
+    assert tomllib.loads((folder.path / "config.toml").read_text()) == config.as_dict()
+    environment = json.loads((folder.path / "environment.json").read_text())
+    assert environment["command"] == ["oktopk", "train", "--lr", "1e-5"]
+    assert set(environment["versions"]) == {"python", "oktopk", "torch", "numpy", "numba"}
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert summary["plan"]["config"] == Config().as_dict()
+    assert summary["buckets"][0]["total"] == pytest.approx(1.5)
+    assert previous_epochs(folder.path, 4) == (epoch(1),)
+    log = (folder.path / "train.log").read_text()
+    assert "started at step 0 of 12: 2 workers on cpu" in log
+    assert "epoch 1, step 4: loss 3.300; validation loss 3.100, wer 0.500; sparse" in log
+    assert "WARNING something odd" in log
+    assert "finished after 12 steps, 8 of them sparse" in log
+    assert not list(folder.path.glob("*.tmp"))
+
+
+def test_warnings_are_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []  # pytest's own, which a program does not have
+    try:
+        folder = RunFolder(tmp_path, tensorboard=False)
+        folder.started(plan())
+        logging.getLogger("oktopk").warning("look here")
+        logging.getLogger("oktopk").info("for the file")
+        folder.close()
+    finally:
+        root.handlers = handlers
+    assert capsys.readouterr().err == "look here\n"
+    assert "for the file" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("torn", [0, 1, 30, 200])
+@pytest.mark.parametrize(("died", "resumed"), [(10, 8), (10, 6), (3, 0), (8, 8), (12, 12)])
+def test_each_step_is_there_once_after_kill_and_resume(
+    tmp_path: Path, died: int, resumed: int, torn: int
+) -> None:
+    folder = RunFolder(tmp_path, tensorboard=False)
+    go(folder, 0, died)
+    folder.close()
+    half = json.dumps({"kind": "step", "step": died, "text": "x" * 300})[:torn]
+    with open(tmp_path / METRICS, "a") as file:
+        file.write(half)
+    assert len(read_metrics(tmp_path)[0]) == died
+    assert previous_epochs(tmp_path, resumed) == tuple(
+        epoch(place) for place in range(1, resumed // PER_EPOCH + 1)
+    )
+    again = RunFolder(tmp_path, tensorboard=False, resume_step=resumed)
+    go(again, resumed, 12)
+    again.close()
+    steps, epochs = read_metrics(tmp_path / METRICS)
+    assert [record["step"] for record in steps] == list(range(12))
+    assert [record["epoch"] for record in epochs] == [1, 2, 3]
+    assert previous_epochs(tmp_path, 12) == (epoch(1), epoch(2), epoch(3))
+
+
+def test_another_run_is_not_written_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, tensorboard=False)
+    go(folder, 0, 2)
+    folder.close()
+    with pytest.raises(UserError, match="holds a run already: `--resume"):
+        RunFolder(tmp_path, tensorboard=False).started(plan())
+    assert len(read_metrics(tmp_path)[0]) == 2
+
+
+def test_damage_in_the_middle_is_told(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"kind": "step", "step": 0}\n{"ki\n{"kind": "epoch"}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_metrics(tmp_path)
+    with pytest.raises(UserError, match="name a run's folder"):
+        read_metrics(tmp_path / "other")
+    assert previous_epochs(tmp_path / "other", 5) == ()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        folder = RunFolder(path, tensorboard=False)
+        with pytest.raises(UserError, match=r"cannot write to .* --run-dir") as raised:
+            folder.started(plan())
+        folder.close()
+        assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="cannot write to"):
+        new_run_folder("an4", tmp_path / "file")
+
+
+def test_run_folders_are_new_and_the_latest_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oktopk.train.folder.time.strftime", lambda _: "20250101-101112")
+    base = tmp_path / "runs"
+    assert latest_run("an4", base) is None
+    made = [new_run_folder("an4", base) for _ in range(11)]
+    assert [path.name for path in made[:2]] == ["an4-20250101-101112", "an4-20250101-101112-2"]
+    assert latest_run("an4", base) is None  # none has a checkpoint
+    others = [base / "an4-20240101-101112", base / "an4-small-20260101-101112"]
+    for path in (made[8], made[10], *others):  # 11 is later than 9, though not as text
+        (path / "checkpoint").mkdir(parents=True)
+        (path / "checkpoint" / "manifest.json").write_text("{}")
+    assert latest_run("an4", base) == made[10]
+    assert latest_run("an4-small", base) == others[1]
+
+
+def test_without_tensorboard_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    folder = RunFolder(tmp_path)
+    go(folder, 0, 4)
+    folder.close()
+    assert "pip install tensorboard" in caplog.text
+    assert len(read_metrics(tmp_path)[0]) == 4
+
+
+def test_tensorboard_reads_the_run_and_its_resumption(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = RunFolder(tmp_path)
+    go(folder, 0, 10)
+    folder.close()
+    again = RunFolder(tmp_path, resume_step=8)
+    go(again, 8, 12)
+    again.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {
+        "train/loss", "train/lr", "train/grad_norm", "communication/sparsity",
+        "communication/ratio", "communication/bytes_sent", "time/data", "time/total",
+        "epoch/loss", "validation/loss", "validation/wer",
+    } == set(events.Tags()["scalars"])  # fmt: skip
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+    # The checkpoint was made after epoch 2, so that epoch is not purged.
+    assert [event.step for event in events.Scalars("epoch/loss")] == [3, 7, 11]
+    assert events.Tags()["tensors"] == ["validation/examples/text_summary"]
