@@ -83,9 +83,9 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
         return
     for j, (pattern, numel) in enumerate(itertools.product(PATTERNS, numels)):
         turn = j + shift + j // len(numels)
-        if turn % 5 == 0:
-            density = DENSITIES[(turn // 5 + j // len(numels)) % len(DENSITIES)]
-            dtype = list(DTYPES)[(turn // 5 + j) % len(DTYPES)]
+        if turn % 7 == 0:
+            density = DENSITIES[(turn // 7 + j // len(numels)) % len(DENSITIES)]
+            dtype = list(DTYPES)[(turn // 7 + j) % len(DTYPES)]
             yield Case(pattern, numel, density, dtype, steps=4)
     numel, density = numels[4 + shift % 3], (0.02, 0.001, 0.5)[shift // 3 % 3]
     yield Case("drifting", numel, density, list(DTYPES)[(shift + shift // 3) % 3], steps=50)

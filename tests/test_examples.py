@@ -38,16 +38,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_learn_with_fewer_bytes(name: str, trained: Run) -> None:
-    _, sparse = trained(name)
-    dense = _numbers(torchrun(_script(name), "--steps", STEPS, "--algorithm", "dense"))
-    for numbers in (sparse, dense):
-        assert all(math.isfinite(number) for number in numbers.values()), numbers
-        assert numbers["last loss"] < 0.75 * numbers["first loss"]
+def test_examples_learn(name: str, trained: Run) -> None:
+    _, numbers = trained(name)
+    assert all(math.isfinite(number) for number in numbers.values()), numbers
+    assert numbers["last loss"] < 0.75 * numbers["first loss"]
+    assert numbers["compression ratio"] > 5
+    assert numbers["sparsity"] > 0.8
+    assert numbers["megabytes sent"] > 0
+
+
+def test_examples_send_fewer_bytes_than_dense(trained: Run) -> None:
+    _, sparse = trained("ddp")
+    dense = _numbers(torchrun(_script("ddp"), "--steps", STEPS, "--algorithm", "dense"))
+    assert dense["last loss"] < 0.75 * dense["first loss"]
     assert sparse["first loss"] == dense["first loss"]
-    assert sparse["compression ratio"] > 5
-    assert sparse["sparsity"] > 0.8
-    assert 0 < sparse["megabytes sent"] < dense["megabytes sent"] / 3
+    assert sparse["megabytes sent"] < dense["megabytes sent"] / 3
     assert dense["compression ratio"] == 1.0
     assert dense["sparsity"] == 0.0
 

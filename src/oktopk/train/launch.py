@@ -65,6 +65,10 @@ def run(config: Config, explicit: Collection[str] = ()) -> int:
 def worker(config: Config, place: Place, explicit: Collection[str] = ()) -> int:
     """Train as one of the workers; 0, or the process ends with another code."""
     _obey_signals(place)
+    if place.launcher == "mpirun":
+        # Open MPI gives workers a terminal even where its own output goes to a file. This variable
+        # has rich print plain lines; 1 instead of 0 gets the live view back.
+        os.environ.setdefault("TTY_COMPATIBLE", "0")
     store = None
     try:
         store = _meet(place, _SECONDS_TO_MEET)

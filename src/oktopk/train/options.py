@@ -138,6 +138,7 @@ def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
             raise UserError(f"two recipes, {positional} and {flags['recipe']}: which one is it?")
         flags["recipe"] = positional
     file = read_toml(arguments.config) if arguments.config else {}
+    file = {**_of_resumed_run({**file, **flags}), **file}
     given = {**file, **flags}
     name = given.pop("recipe") if "recipe" in given else _recipe_for(given)
     config = recipe(name, **given) if name else Config(**given)
@@ -145,6 +146,17 @@ def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     of_recipe = RECIPES[name].values if name else {}
     wished = {name for name in file if name not in of_recipe or file[name] != of_recipe[name]}
     return config, frozenset(wished | set(flags))
+
+
+def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
+    """What a run that is to go on was begun with, if we are told its folder."""
+    resume = given.get("resume", "")
+    folder = given.get("run_dir", "") if resume == "auto" else resume
+    path = Path(folder) / "config.toml"
+    if not folder or not path.exists():
+        return {}
+    saved = read_toml(str(path))
+    return {name: saved[name] for name in saved if name not in ("resume", "run_dir", "pretrain")}
 
 
 def _recipe_for(given: dict[str, Any]) -> str:

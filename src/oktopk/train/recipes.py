@@ -24,7 +24,6 @@ _SMALL = {
     "features": "logmel",
     "augment": True,
     "optimizer": "adamw",
-    "lr": 0.0015,
     "weight_decay": 0.01,
     "schedule": "onecycle",
     "clip": 5.0,
@@ -35,11 +34,11 @@ _SMALL = {
 RECIPES = {
     "spoken": Recipe(
         "small model on a corpus that is synthesised here: no download, a few minutes on 2 cores",
-        {**_SMALL, "dataset": "spoken", "batch_size": 8, "max_epochs": 10},
+        {**_SMALL, "dataset": "spoken", "batch_size": 8, "lr": 0.003, "max_epochs": 12},
     ),
     "an4": Recipe(
         "small model on CMU AN4: a good word error rate in a quarter of an hour on 2 cores",
-        {**_SMALL, "dataset": "an4", "batch_size": 4, "max_epochs": 30},
+        {**_SMALL, "dataset": "an4", "batch_size": 4, "lr": 0.002, "max_epochs": 40},
     ),
     "lstman4": Recipe(
         "the published model and settings on CMU AN4, 100 epochs: for GPUs or many cores",

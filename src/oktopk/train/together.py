@@ -22,19 +22,23 @@ def gather(value: T) -> list[T]:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """`work` on all workers; a mistake on one of them is a UserError on all."""
-    result, problem, error = None, "", None
+    """`work` on all workers; what fails on one of them, fails on all, a UserError as such."""
+    result, mistake, failure, error = None, "", "", None
     try:
         result = work()
-    except UserError as mistake:
-        problem = str(mistake)
+    except UserError as caught:
+        mistake = str(caught)
     except Exception as caught:
-        problem, error = f"{type(caught).__name__}: {caught}", caught
-    problems = [problem for problem in gather(problem) if problem]
+        failure, error = f"{type(caught).__name__}: {caught}", caught
+    answers = gather((mistake, failure))
     if error is not None:
         raise error
-    if problems:
-        raise UserError(problems[0])
+    for rank, (_, failure) in enumerate(answers):
+        if failure:
+            raise RuntimeError(f"worker {rank} failed: {failure}")
+    for mistake, _ in answers:
+        if mistake:
+            raise UserError(mistake)
     assert result is not None
     return result
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -64,11 +65,10 @@ class Trainer:
         self.net = self.workload.model.to(self.device)
         weights_from = self._take_weights()
         self.optimizer = make_optimizer(config, self.net)
-        # Running statistics are averaged once an epoch instead of broadcast in every step.
         self.model = DistributedDataParallel(
             self.net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,
+            **_no_broadcast(),
         )
         self.handle = attach(
             self.model,
@@ -98,10 +98,15 @@ class Trainer:
             kept = RunFolder(
                 self.folder,
                 tensorboard=config.tensorboard,
-                resume_step=self.step if resumed else None,
+                # A run that was to be resumed may have ended before its first checkpoint.
+                resume_step=self.step if config.resume else None,
             )
             self.observers = (View(), kept) if observers is None else observers
-            self.epochs = list(previous_epochs(self.folder, self.step)) if resumed else []
+            self.epochs: list[EpochRecord] = []
+            if resumed:
+                # Of an epoch that was done in parts, the last record is of all of it.
+                by_epoch = {r.epoch: r for r in previous_epochs(self.folder, self.step)}
+                self.epochs = [r for epoch, r in by_epoch.items() if epoch < self.epoch]
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets what became of it."""
@@ -183,8 +188,9 @@ class Trainer:
         return record
 
     def end_epoch(self) -> None:
-        """Validate, report, save."""
+        """Validate, report, save. With --max-steps the last epoch may be a part of one."""
         config, sums, last = self.config, self.of_epoch, self.step >= self.plan.steps
+        own = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
         average_buffers(self.net)
         loss = mean([sums.loss / sums.steps], self.device)[0]
         validation: dict[str, float] = {}
@@ -211,7 +217,10 @@ class Trainer:
         if self.rank == 0:
             self.epochs.append(record)
         self._tell("epoch_ended", record)
-        self.epoch, self.batches_done, self.of_epoch = self.epoch + 1, 0, Sums()
+        if self.batches_done // config.nsteps_update < self.plan.steps_per_epoch:
+            self._set_buffers(own)  # a run that is resumed goes on as if it had not ended here
+        else:
+            self.epoch, self.batches_done, self.of_epoch = self.epoch + 1, 0, Sums()
         every = config.checkpoint_every
         if last or every == 0 or (every > 0 and self.step % every == 0):
             self.save()
@@ -246,10 +255,13 @@ class Trainer:
         if own is None:  # of another number of workers: the epoch begins anew
             return
         self.batches_done = shared["batches_done"]
-        for name, buffer in self.net.named_buffers():
-            buffer.copy_(own["buffers"][name])
+        self._set_buffers(own["buffers"])
         torch.set_rng_state(own["random"])
         self.of_epoch, self.of_run = Sums(**own["of_epoch"]), Sums(**own["of_run"])
+
+    def _set_buffers(self, values: dict[str, Tensor]) -> None:
+        for name, buffer in self.net.named_buffers():
+            buffer.copy_(values[name])
 
     def _take_weights(self) -> str:
         """Begin with the weights that --pretrain names; returns where they came from."""
@@ -372,6 +384,16 @@ class Trainer:
                 )
             )
         return tuple(timings)
+
+
+def _no_broadcast() -> dict[str, Any]:
+    """DDP's option not to broadcast buffers in every step; its name changed in torch 2.13.
+
+    Running statistics are averaged once an epoch instead, when they are needed.
+    """
+    names = inspect.signature(DistributedDataParallel).parameters
+    new = "forward_sync_buffers"
+    return {new if new in names else "broadcast_buffers": False}
 
 
 def _has_checkpoint(folder: Path) -> bool:
