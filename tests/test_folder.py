@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import sys
@@ -23,8 +24,11 @@ from oktopk.train.folder import (
     previous_epochs,
     read_metrics,
 )
+from oktopk.train.folder import settings as settings_of
 from oktopk.train.format import toml
 from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
+
+TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 PER_EPOCH = 4
 VALUES = st.one_of(
@@ -84,8 +88,7 @@ def _logging_is_left_as_it_was() -> Iterator[None]:
 @settings(max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=5))
 def test_toml_gives_back_what_was_written(values: dict[str, Any]) -> None:
-    tomllib = pytest.importorskip("tomllib")
-    read = tomllib.loads(toml(values))
+    read = TOML.loads(toml(values))
     assert read == values
     assert [type(x) for x in read.values()] == [type(x) for x in values.values()]
 
@@ -96,7 +99,6 @@ def test_toml_has_no_words_for_broken_text() -> None:
 
 
 def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tomllib = pytest.importorskip("tomllib")
     monkeypatch.setattr(sys, "argv", ["/home/somebody/bin/oktopk", "train", "--lr", "1e-5"])
     config = Config(lr=1e-5, width=64, data_dir='/a "b"\\c\x7f\n')
     folder = RunFolder(tmp_path / "run", tensorboard=False)
@@ -109,14 +111,16 @@ def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.close()
     folder.close()
 
-    assert tomllib.loads((folder.path / "config.toml").read_text()) == config.as_dict()
+    saved = TOML.loads((folder.path / "config.toml").read_text())
+    assert saved == settings_of(config)
+    assert config.as_dict().keys() - saved.keys() == {"resume", "run_dir"}
     environment = json.loads((folder.path / "environment.json").read_text())
     assert environment["command"] == ["oktopk", "train", "--lr", "1e-5"]
     assert set(environment["versions"]) == {"python", "oktopk", "torch", "numpy", "numba"}
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["plan"]["config"] == Config().as_dict()
     assert summary["buckets"][0]["total"] == pytest.approx(1.5)
-    assert previous_epochs(folder.path, 4) == (epoch(1),)
+    assert previous_epochs(folder.path, 2) == (epoch(1),)
     log = (folder.path / "train.log").read_text()
     assert "started at step 0 of 12: 2 workers on cpu" in log
     assert "epoch 1, step 4: loss 3.300; validation loss 3.100, wer 0.500; sparse" in log
@@ -152,23 +156,22 @@ def test_each_step_is_there_once_after_kill_and_resume(
     with open(tmp_path / METRICS, "a") as file:
         file.write(half)
     assert len(read_metrics(tmp_path)[0]) == died
-    assert previous_epochs(tmp_path, resumed) == tuple(
-        epoch(place) for place in range(1, resumed // PER_EPOCH + 1)
-    )
-    again = RunFolder(tmp_path, tensorboard=False, resume_step=resumed)
+    goes_on = resumed // PER_EPOCH + 1
+    assert previous_epochs(tmp_path, goes_on) == tuple(map(epoch, range(1, goes_on)))
+    again = RunFolder(tmp_path, tensorboard=False, resume_step=resumed, resume_epoch=goes_on)
     go(again, resumed, 12)
     again.close()
     steps, epochs = read_metrics(tmp_path / METRICS)
     assert [record["step"] for record in steps] == list(range(12))
     assert [record["epoch"] for record in epochs] == [1, 2, 3]
-    assert previous_epochs(tmp_path, 12) == (epoch(1), epoch(2), epoch(3))
+    assert previous_epochs(tmp_path, 4) == (epoch(1), epoch(2), epoch(3))
 
 
 def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, tensorboard=False)
     go(folder, 0, 2)
     folder.close()
-    with pytest.raises(UserError, match="holds a run already: `--resume"):
+    with pytest.raises(UserError, match="holds a run already: `--resume auto"):
         RunFolder(tmp_path, tensorboard=False).started(plan())
     assert len(read_metrics(tmp_path)[0]) == 2
 
@@ -227,7 +230,7 @@ def test_tensorboard_reads_the_run_and_its_resumption(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     go(folder, 0, 10)
     folder.close()
-    again = RunFolder(tmp_path, resume_step=8)
+    again = RunFolder(tmp_path, resume_step=8, resume_epoch=3)
     go(again, 8, 12)
     again.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))

@@ -217,6 +217,29 @@ def test_mistake_found_by_workers(start: Start, tiny: list[str]) -> None:
     one_line(run, "--pretrain nowhere")
 
 
+def test_damaged_inputs(start: Start, tiny: list[str], tmp_path: Path) -> None:
+    """One clear line each, and exit code 2. All are started before the first is waited for."""
+    recording = tmp_path / "cut.wav"
+    soundfile.write(recording, np.zeros(8000), 16_000)
+    manifest.write(tmp_path / "cut.csv", [Utterance(recording, "YES", 0.5)])
+    recording.write_bytes(recording.read_bytes()[:5000])
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "corpus" / "etc").mkdir(parents=True)
+    (tmp_path / "corpus" / "etc" / "an4_train.fileids").write_text("")
+    cases = {
+        "cut.wav": ["--train-manifest", "cut.csv"],
+        "empty.csv": ["--train-manifest", "empty.csv"],
+        "corpus": ["--dataset", "an4", "--data-dir", "corpus"],
+        "librispeech": ["--dataset", "librispeech"],
+        "--nworkers is 0": ["--nworkers", "0"],
+    }
+    one = ["--nworkers", "1"]
+    runs = {says: start([*TRAIN, *tiny, *one, *flags]) for says, flags in cases.items()}
+    for says, run in runs.items():
+        assert run.wait() == 2, run.err.read_text()
+        one_line(run, says)
+
+
 def test_ctrl_c(start: Start, tiny: list[str]) -> None:
     """It reaches all processes of a terminal at once."""
     run = start([*TRAIN, *tiny, "--max-steps", "100000", "--max-epochs", "100000"])

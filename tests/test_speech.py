@@ -105,7 +105,7 @@ def test_features_are_computed_once(tmp_path: Path) -> None:
     assert compute(utterances, "logmel", tmp_path / "cache", progress=False) == path
     assert path.stat().st_mtime_ns == time
     assert compute(utterances, "spectrogram", tmp_path / "cache", progress=False) != path
-    corpus = open_corpus(path, utterances)
+    corpus = open_corpus(utterances, "logmel", tmp_path / "cache", progress=False)
     assert len(corpus.lengths) == 4
     for index, utterance in enumerate(utterances):
         assert abs(corpus.features(index).size(1) - utterance.seconds * 100) <= 2
@@ -113,6 +113,11 @@ def test_features_are_computed_once(tmp_path: Path) -> None:
     assert torch.equal(batch.features[1, :, : int(batch.lengths[1])], corpus.features(0))
     assert batch.features[1, :, int(batch.lengths[1]) :].eq(0).all()
     assert batch.target_lengths.tolist() == [len(utterances[2].text), len(utterances[0].text)]
+    half = path.read_bytes()[:1000]  # as after a power cut
+    path.unlink()  # the old one is mapped
+    path.write_bytes(half)
+    again = open_corpus(utterances, "logmel", tmp_path / "cache", progress=False)
+    assert torch.equal(again.frames, corpus.frames)
     utterances[0].audio.touch()
     assert compute(utterances, "logmel", tmp_path / "cache", progress=False) != path
 

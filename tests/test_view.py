@@ -201,7 +201,7 @@ def test_a_whole_run(width: int, terminal: bool) -> None:
         assert "1.020 at the end, best 1.020 (epoch 1)" in text
         assert "WER counts inserted words too, so it can exceed 1" in text
         assert "98.0 % of entries not sent in 572 of 700 steps; asked for 98 %" in text
-        assert "12.3 MB sent by each worker, 1.2 GB had it been dense: 97.6x fewer" in text
+        assert "12.3 MB sent by rank 0, 1.2 GB had it been dense: 97.6x fewer" in text
         assert "batches were waited for 5.0 % of the time" in text
         assert "rnns.0.rnn.weight_ih_l0" in text
         assert "fc.weight" in text

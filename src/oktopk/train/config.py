@@ -45,7 +45,8 @@ class Config:
     bidirectional: bool | None = None
     """Read the utterance in both directions; by default what the model does."""
     pretrain: str = ""
-    """Begin with the weights of this checkpoint: a run's folder, or a file of a state_dict."""
+    """Begin with the weights of this checkpoint: a run's folder, or a file of a state_dict. A run
+    that is resumed has its own."""
 
     # How it is trained.
     max_epochs: int = 100
@@ -141,8 +142,10 @@ class Config:
             raise UserError("--momentum-correction needs --optimizer sgd")
         if self.dataset == "manifest" and not (self.train_manifest and self.val_manifest):
             raise UserError("--dataset manifest needs --train-manifest and --val-manifest")
-        if self.resume and self.pretrain:
-            raise UserError("--resume and --pretrain exclude each other: a resumed run has weights")
+        if not 0 < self.bucket_mb < math.inf:
+            raise UserError(f"--bucket-mb is {self.bucket_mb}, but must be above 0")
+        if self.seed >= 1 << 40:
+            raise UserError(f"--seed is {self.seed}, but must be below {1 << 40}")
         self.make_algorithm()
 
     def make_algorithm(self) -> Algorithm:
@@ -180,6 +183,7 @@ _LEAST: dict[str, float] = {
     "max_steps": 1,
     "batch_size": 1,
     "nsteps_update": 1,
+    "seed": 0,
     "weight_decay": 0,
     "anneal": 1,
     "clip": 0,

@@ -29,6 +29,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+from ..checkpoint import MANIFEST
+from .config import Config
 from .errors import UserError
 from .format import byte_size, duration, number, percent, plural, toml
 from .records import EpochRecord, Example, Outcome, Plan, StepRecord
@@ -46,6 +48,7 @@ class RunFolder:
         tensorboard: write event files for TensorBoard too.
         resume_step: the step that a resumed run goes on with, its checkpoint's; 0 begins again,
             without what is recorded in the folder.
+        resume_epoch: the epoch that it goes on with.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class RunFolder:
         *,
         tensorboard: bool = True,
         resume_step: int | None = None,
+        resume_epoch: int = 1,
     ) -> None:
         self.path = Path(path)
         self._wants_tensorboard = tensorboard
         self._resume_step = resume_step
+        self._resume_epoch = resume_epoch
         self._metrics: IO[str] | None = None
         self._board: Any = None
         self._log = _LogFile()
@@ -67,13 +72,15 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             metrics = self.path / METRICS
             if self._resume_step is not None:
-                _drop_from(metrics, self._resume_step)
+                if self._resume_step == 0 and metrics.exists():
+                    log.warning("%s has no checkpoint: the run begins again", self.path)
+                _drop_from(metrics, self._resume_step, self._resume_epoch)
             elif metrics.exists() and metrics.stat().st_size:
                 raise UserError(
-                    f"{self.path} holds a run already: `--resume {self.path}` goes on with it, "
-                    f"another --run-dir begins a new one"
+                    f"{self.path} holds a run already: `--resume auto` goes on with it, another "
+                    f"--run-dir begins a new one"
                 )
-            _replace(self.path / "config.toml", toml(plan.config.as_dict()))
+            _replace(self.path / "config.toml", toml(settings(plan.config)))
             _replace(self.path / "environment.json", _json(environment(plan)))
             # A line is written at once: what is lost in a crash is at most the line being written.
             self._metrics = open(metrics, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -207,14 +214,20 @@ def read_metrics(
     return steps, [record for record in records if record["kind"] == "epoch"]
 
 
-def previous_epochs(path: str | os.PathLike[str], before_step: int) -> tuple[EpochRecord, ...]:
-    """The epochs that had ended before a step, of the run in a folder."""
+def settings(config: Config) -> dict[str, Any]:
+    """What of a configuration is worth using again: not where this run is kept."""
+    values = config.as_dict()
+    return {name: values[name] for name in values if name not in ("resume", "run_dir")}
+
+
+def previous_epochs(path: str | os.PathLike[str], before_epoch: int) -> tuple[EpochRecord, ...]:
+    """The epochs that had ended before one began, of the run in a folder."""
     if not (Path(path) / METRICS).exists():
         return ()
     names = {field.name for field in dataclasses.fields(EpochRecord)}
     found = []
     for epoch in read_metrics(path)[1]:
-        if epoch["steps"] <= before_step:
+        if epoch["epoch"] < before_epoch:
             values = {name: value for name, value in epoch.items() if name in names}
             values["examples"] = tuple(Example(**example) for example in epoch["examples"])
             found.append(EpochRecord(**values))
@@ -243,7 +256,7 @@ def latest_run(recipe: str, base: Path = Path("runs")) -> Path | None:
     found = []
     for path in base.iterdir() if base.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        if match and (path / CHECKPOINT / "manifest.json").is_file():
+        if match and (path / CHECKPOINT / MANIFEST).is_file():
             found.append((match[1], int(match[2] or 1), path))
     return max(found)[2] if found else None
 
@@ -303,14 +316,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "kind" in record else None
 
 
-def _drop_from(metrics: Path, step: int) -> None:
-    """Keep what was recorded before a step: it and the later ones are about to happen again."""
+def _drop_from(metrics: Path, step: int, epoch: int) -> None:
+    """Keep what was recorded before a step and an epoch: they are about to happen again."""
     if not metrics.exists():
         return
     kept = [
         line.decode() + "\n"
         for record, line in _lines(metrics)
-        if (record["step"] < step if record["kind"] == "step" else record["steps"] <= step)
+        if (record["step"] < step if record["kind"] == "step" else record["epoch"] < epoch)
     ]
     _replace(metrics, "".join(kept))
 

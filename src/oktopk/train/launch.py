@@ -258,7 +258,12 @@ def _meet(place: Place, seconds: float) -> Store:
             served = TCPStore(host, 0, place.size, True, timeout, wait_for_workers=False)
             file.set("port", str(served.port))
             return served
-        return TCPStore(host, int(file.get("port")), place.size, False, timeout)
+        try:
+            return TCPStore(host, int(file.get("port")), place.size, False, timeout)
+        except RuntimeError as error:
+            raise UserError(
+                f"worker {place.rank} could not meet the others: {str(error).splitlines()[0]}"
+            ) from None
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where
     try:
         meeting = rendezvous("env://", place.rank, place.size, timeout=timeout)

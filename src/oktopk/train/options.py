@@ -22,6 +22,7 @@ from typing import Any, get_args, get_type_hints
 
 from .config import Config, flag
 from .errors import UserError
+from .folder import latest_run
 from .recipes import DEFAULT, RECIPES, recipe
 
 _TRUE = ("true", "1", "yes", "on")
@@ -138,8 +139,8 @@ def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
             raise UserError(f"two recipes, {positional} and {flags['recipe']}: which one is it?")
         flags["recipe"] = positional
     file = read_toml(arguments.config) if arguments.config else {}
-    file = {**_of_resumed_run({**file, **flags}), **file}
     given = {**file, **flags}
+    given = {**_of_resumed_run(given), **given}
     name = given.pop("recipe") if "recipe" in given else _recipe_for(given)
     config = recipe(name, **given) if name else Config(**given)
     # A run's own config.toml repeats what the recipe said; that was nobody's wish.
@@ -149,14 +150,13 @@ def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
 
 
 def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
-    """What a run that is to go on was begun with, if we are told its folder."""
-    resume = given.get("resume", "")
-    folder = given.get("run_dir", "") if resume == "auto" else resume
-    path = Path(folder) / "config.toml"
-    if not folder or not path.exists():
-        return {}
-    saved = read_toml(str(path))
-    return {name: saved[name] for name in saved if name not in ("resume", "run_dir", "pretrain")}
+    """What a run that is to go on was begun with."""
+    folder = given.get("resume", "")
+    if folder == "auto":
+        name = given.get("recipe") or _recipe_for(given)
+        folder = given.get("run_dir", "") or latest_run(name) or ""
+    path = Path(folder).expanduser() / "config.toml"
+    return read_toml(str(path)) if folder and path.exists() else {}
 
 
 def _recipe_for(given: dict[str, Any]) -> str:

@@ -7,9 +7,11 @@ at MASTER_ADDR and MASTER_PORT, which for srun follow from the job.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,9 +167,11 @@ def meeting_file(place: Place, environ: Mapping[str, str] = os.environ) -> Path:
         identity = _proxy()
     key = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"oktopk-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if not (stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()):
+        raise UserError(f"{folder} is not a folder of your own: set TMPDIR to one that is")
     return folder / key
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from .config import Config
 from .data import an4, manifest, spoken
 from .data.batches import Batch, Order, collate, prefetched
 from .data.cache import cache_dir
-from .data.features import BINS, Corpus, compute, open_corpus
+from .data.features import BINS, Corpus, open_corpus
 from .errors import UserError
 from .models.deepspeech import DeepSpeech, shape
 from .records import Example
@@ -33,6 +34,7 @@ class Speech:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         progress = self.rank == 0
         self.train, self.val = first_on_one(local_rank, lambda: _corpora(config, progress))
+        self._check_agreement()
         self.labels = [encode(utterance.text) for utterance in self.train.utterances]
         self.val_labels = [encode(utterance.text) for utterance in self.val.utterances]
         self.order = Order(self.train.lengths, config.batch_size, self.size, config.seed)
@@ -111,6 +113,14 @@ class Speech:
             zero_infinity=True,
         )
 
+    def _check_agreement(self) -> None:
+        """Workers that read different corpora would take different numbers of steps."""
+        parts = (self.train, self.val)
+        facts = [([u.text for u in part.utterances], part.lengths.tolist()) for part in parts]
+        number = zlib.crc32(repr(facts).encode())
+        if len(set(gather(number))) > 1:
+            raise UserError("workers have different corpora: all machines need the same recordings")
+
     def _warn_of_short_ones(self) -> None:
         needed = torch.tensor([needed_frames(labels) for labels in self.labels])
         short = int((self.model.frames(self.train.lengths) < needed).sum())
@@ -127,14 +137,23 @@ def _corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:
     """Training and validation set, made if need be."""
     train, val = (manifest.read(path) for path in _manifests(config, progress))
     folder = cache_dir() / "features"
-    paths = [compute(part, config.features, folder, progress=progress) for part in (train, val)]
-    return open_corpus(paths[0], train), open_corpus(paths[1], val)
+    try:
+        return (
+            open_corpus(train, config.features, folder, progress=progress),
+            open_corpus(val, config.features, folder, progress=progress),
+        )
+    except OSError as error:
+        raise UserError(
+            f"features cannot be kept in {folder} ({error.strerror or error}): set OKTOPK_CACHE to "
+            "a folder that is yours"
+        ) from None
 
 
 def _manifests(config: Config, progress: bool) -> tuple[Path, Path]:
     folder = Path(config.data_dir).expanduser() if config.data_dir else None
     if config.dataset == "manifest":
-        return Path(config.train_manifest), Path(config.val_manifest)
+        paths = (config.train_manifest, config.val_manifest)
+        return Path(paths[0]).expanduser(), Path(paths[1]).expanduser()
     if config.dataset == "spoken":
         return spoken.prepare(folder, progress=progress)
-    return an4.prepare(folder or cache_dir() / "an4", progress=progress)
+    return an4.prepare(folder or cache_dir(), progress=progress)

@@ -93,7 +93,7 @@ def _sent(outcome: Outcome) -> str:
     sent, dense = outcome.bytes_sent, outcome.dense_bytes
     if not sent or not dense:
         return "nothing: there is nobody to send to" if outcome.plan.workers == 1 else "nothing"
-    text = f"{byte_size(sent)} sent by each worker"
+    text = f"{byte_size(sent)} sent by rank 0"
     if 0.995 < dense / sent < 1.005:
         return f"{text}, as much as dense steps send"
     fewer = f"{ratio(dense / sent)} fewer" if dense > sent else f"{ratio(sent / dense)} more"

@@ -27,15 +27,13 @@ from ..transport import NonFiniteGradientError
 from .config import Config
 from .data.batches import Batch
 from .errors import UserError
-from .folder import RunFolder, latest_run, new_run_folder, previous_epochs
+from .folder import CHECKPOINT, RunFolder, latest_run, new_run_folder, previous_epochs
 from .meters import PARTS, Sums, Watch, memory
 from .optimizers import learning_rate, make_optimizer
 from .records import BucketTiming, EpochRecord, Example, Observer, Outcome, Plan, StepRecord
 from .speech import Speech
 from .together import attempt, average_buffers, gather, mean
 from .view import View
-
-CHECKPOINT = "checkpoint"
 
 
 class Trainer:
@@ -63,7 +61,10 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.workload = Speech(config, self.device, local_rank)
         self.net = self.workload.model.to(self.device)
-        weights_from = self._take_weights()
+        self.folder, resumed = gather(attempt(self._choose_folder))[0]
+        weights_from = str(self.folder) if resumed else config.pretrain
+        if config.pretrain and not resumed:
+            self._take_weights(config.pretrain)
         self.optimizer = make_optimizer(config, self.net)
         self.model = DistributedDataParallel(
             self.net,
@@ -86,12 +87,10 @@ class Trainer:
         self.epoch, self.batches_done, self.step = 1, 0, 0
         self.of_epoch, self.of_run = Sums(), Sums()
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.backward = [0.0] * len(self.handle.reducer.buckets)
+        self.bucket_backward = [0.0] * len(self.handle.reducer.buckets)
         self.started = time.perf_counter()
-        self.folder, resumed = gather(attempt(self._choose_folder))[0]
         if resumed:
             self._load()
-            weights_from = str(self.folder)
         self.plan = self._make_plan(weights_from)
         self.observers: Sequence[Observer] = ()
         if self.rank == 0:
@@ -100,13 +99,10 @@ class Trainer:
                 tensorboard=config.tensorboard,
                 # A run that was to be resumed may have ended before its first checkpoint.
                 resume_step=self.step if config.resume else None,
+                resume_epoch=self.epoch,
             )
             self.observers = (View(), kept) if observers is None else observers
-            self.epochs: list[EpochRecord] = []
-            if resumed:
-                # Of an epoch that was done in parts, the last record is of all of it.
-                by_epoch = {r.epoch: r for r in previous_epochs(self.folder, self.step)}
-                self.epochs = [r for epoch, r in by_epoch.items() if epoch < self.epoch]
+            self.epochs = list(previous_epochs(self.folder, self.epoch)) if resumed else []
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets what became of it."""
@@ -153,15 +149,14 @@ class Trainer:
                 try:
                     part.backward()  # averages gradients over workers, in the last part
                 except NonFiniteGradientError as error:
-                    raise UserError(
-                        f"training diverged in step {self.step}: {error}. A smaller --lr, a "
-                        "smaller --clip or --norm-clip helps"
-                    ) from None
+                    raise self._diverged(str(error)) from None
                 watch.lap("backward")
         watch.move("backward", "synchronise", self.handle.reducer.waited - waited)
         self._time_buckets(began)
         limit = config.clip or math.inf
         norm = nn.utils.clip_grad_norm_(self.net.parameters(), limit).item()
+        if not math.isfinite(norm):  # all workers have the same
+            raise self._diverged(f"the norm of the gradient is {norm}")
         self.optimizer.step()
         watch.lap("update")
 
@@ -190,13 +185,16 @@ class Trainer:
     def end_epoch(self) -> None:
         """Validate, report, save. With --max-steps the last epoch may be a part of one."""
         config, sums, last = self.config, self.of_epoch, self.step >= self.plan.steps
-        own = {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+        own = self._copy_of_buffers()
         average_buffers(self.net)
         loss = mean([sums.loss / sums.steps], self.device)[0]
         validation: dict[str, float] = {}
         examples: tuple[Example, ...] = ()
         if self.epoch == 1 or self.epoch % config.validate_every == 0 or last:
             validation, examples = self.workload.validate(self.net, self._validating)
+        for name, value in {"training loss": loss, **validation}.items():
+            if not math.isfinite(value):  # all workers have the same
+                raise self._diverged(f"the {name} of epoch {self.epoch} is {value}")
         phases = {0: "dense", sums.steps: "sparse"}
         samples = sums.steps * config.batch_size * config.nsteps_update * self.size
         record = EpochRecord(
@@ -227,60 +225,84 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint from which training goes on bitwise as if it had not stopped."""
+        own = {
+            "buffers": self._copy_of_buffers(),
+            "random": torch.get_rng_state(),
+            "of_epoch": dataclasses.asdict(self.of_epoch),
+        }
+        average_buffers(self.net)  # what others see is the model as it is validated
         shared = {
-            "model": self.net.state_dict(),
+            "model": {**self.net.state_dict(), **self._copy_of_buffers()},
             "optimizer": self.optimizer.state_dict(),
+            "settings": self._settings_of_steps(),
             "step": self.step,
             "epoch": self.epoch,
             "batches_done": self.batches_done,
-            "workers": self.size,
-        }
-        own = {
-            "buffers": dict(self.net.named_buffers()),
-            "random": torch.get_rng_state(),
-            "of_epoch": dataclasses.asdict(self.of_epoch),
             "of_run": dataclasses.asdict(self.of_run),
         }
-        checkpoint.save(self.folder / CHECKPOINT, self.handle, shared=shared, own=own)
+        self._set_buffers(own["buffers"])
+        try:
+            checkpoint.save(self.folder / CHECKPOINT, self.handle, shared=shared, own=own)
+        except OSError as error:
+            raise UserError(f"{error}; make room, or name another folder with --run-dir") from None
 
     def _load(self) -> None:
         try:
             saved = checkpoint.load(self.folder / CHECKPOINT, self.handle)
-            self.net.load_state_dict(saved.shared["model"])
-            self.optimizer.load_state_dict(saved.shared["optimizer"])
+            shared, own = saved.shared, saved.own
+            settings = self._settings_of_steps()
+            if shared["settings"]["optimizer"] != settings["optimizer"]:
+                raise ValueError(f"the run was begun with {shared['settings']['optimizer']}")
+            self.net.load_state_dict(shared["model"])
+            self.optimizer.load_state_dict(shared["optimizer"])
         except (ValueError, RuntimeError, OSError, KeyError) as error:
-            raise UserError(f"--resume {self.folder}: {error}") from error
-        shared, own = saved.shared, saved.own
+            problem = str(error).partition(" To take what fits")[0]
+            raise UserError(
+                f"--resume {self.folder}: {problem} (model, optimizer and compression must be "
+                "those that the run was begun with)"
+            ) from error
         self.step, self.epoch = shared["step"], shared["epoch"]
-        if own is None:  # of another number of workers: the epoch begins anew
-            return
+        self.of_run = Sums(**shared["of_run"])
+        if own is None or shared["settings"] != settings:
+            return  # other batches than before: the epoch begins anew
         self.batches_done = shared["batches_done"]
         self._set_buffers(own["buffers"])
         torch.set_rng_state(own["random"])
-        self.of_epoch, self.of_run = Sums(**own["of_epoch"]), Sums(**own["of_run"])
+        self.of_epoch = Sums(**own["of_epoch"])
+
+    def _settings_of_steps(self) -> dict[str, Any]:
+        """What decides which batches a step has, and what is kept of it."""
+        names = ("optimizer", "batch_size", "nsteps_update", "seed")
+        return {name: getattr(self.config, name) for name in names}
+
+    def _copy_of_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.net.named_buffers()}
+
+    def _diverged(self, why: str) -> UserError:
+        return UserError(
+            f"training diverged in step {self.step}: {why}. A smaller --lr, a smaller --clip or "
+            "--norm-clip helps"
+        )
 
     def _set_buffers(self, values: dict[str, Tensor]) -> None:
         for name, buffer in self.net.named_buffers():
             buffer.copy_(values[name])
 
-    def _take_weights(self) -> str:
-        """Begin with the weights that --pretrain names; returns where they came from."""
-        path = self.config.pretrain
-        if path:
-            weights = attempt(lambda: read_weights(Path(path)))
-            try:
-                self.net.load_state_dict(weights)
-            except RuntimeError as error:
-                lines = " ".join(str(error).split())[:300]
-                raise UserError(f"--pretrain {path} does not fit the model: {lines}") from None
-        return path
+    def _take_weights(self, path: str) -> None:
+        """Begin with the weights that --pretrain names."""
+        weights = attempt(lambda: read_weights(Path(path).expanduser()))
+        try:
+            self.net.load_state_dict(weights)
+        except RuntimeError as error:
+            lines = " ".join(str(error).split())[:300]
+            raise UserError(f"--pretrain {path} does not fit the model: {lines}") from None
 
     def _choose_folder(self) -> tuple[Path, bool]:
         """Rank 0's choice: the run's folder, and whether to go on with what is in it."""
         config = self.config
         if self.rank:
             return Path(), False
-        given = Path(config.run_dir) if config.run_dir else None
+        given = Path(config.run_dir).expanduser() if config.run_dir else None
         if config.resume == "auto":
             found = given if given and _has_checkpoint(given) else None
             if not given:
@@ -288,7 +310,9 @@ class Trainer:
             if found:
                 return found, True
         elif config.resume:
-            folder = Path(config.resume)
+            folder = Path(config.resume).expanduser()
+            if given and given != folder:
+                raise UserError(f"--resume {folder} goes on there: leave out --run-dir {given}")
             if not _has_checkpoint(folder):
                 raise UserError(f"--resume {folder}: no run with a checkpoint is there")
             return folder, True
@@ -334,7 +358,7 @@ class Trainer:
         """Backward's time, to the buckets: each until it is ready, from when the one before was."""
         ready = self.handle.reducer.ready
         for index in sorted(range(len(ready)), key=ready.__getitem__):
-            self.backward[index] += ready[index] - began
+            self.bucket_backward[index] += ready[index] - began
             began = ready[index]
 
     def _validating(self, done: int, total: int) -> None:
@@ -367,7 +391,8 @@ class Trainer:
 
     def _bucket_timings(self, steps: int) -> tuple[BucketTiming, ...]:
         timings = []
-        for bucket, backward in zip(self.handle.stats().buckets, self.backward, strict=True):
+        buckets = self.handle.stats().buckets
+        for bucket, backward in zip(buckets, self.bucket_backward, strict=True):
             seconds = {stage: s / steps for stage, s in bucket.totals.seconds.items()}
             timings.append(
                 BucketTiming(

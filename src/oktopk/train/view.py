@@ -235,8 +235,8 @@ class _Bars:
         self._progress.update(
             self._epoch,
             description=f"epoch {record.epoch}/{plan.epochs}",
-            total=min(plan.steps_per_epoch, plan.steps - before),
-            completed=done - before,
+            total=max(1, min(plan.steps_per_epoch, plan.steps - before)),
+            completed=max(0, done - before),
         )
         self._fields = fields
         self._live.refresh()

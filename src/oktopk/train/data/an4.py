@@ -44,7 +44,7 @@ def prepare(
     *,
     download: bool = True,
     progress: bool = True,
-    url: str = URL,
+    url: str | None = None,
     expected: tuple[int, int] = EXPECTED,
 ) -> tuple[Path, Path]:
     """Manifests of AN4 for training and for validation.
@@ -57,13 +57,16 @@ def prepare(
     """
     data_dir = Path(data_dir)
     corpus = find(data_dir)
+    ready = (data_dir / MANIFESTS[0], data_dir / MANIFESTS[1])
+    if corpus is None and all(path.is_file() for path in ready):
+        return ready  # manifests of recordings that are elsewhere
     if corpus is None:
         if not download:
             raise UserError(
                 f"AN4 is neither {data_dir} nor {data_dir / 'an4'} (there is no "
                 "etc/an4_train.fileids); name its folder, or allow the download"
             )
-        corpus = fetch(data_dir, url, progress=progress)
+        corpus = fetch(data_dir, url or URL, progress=progress)
     identity = hashlib.sha256(os.fsencode(corpus.resolve())).hexdigest()[:12]
     homes = ((data_dir, False), (cache_dir() / f"an4-{identity}", True))
     for home, _ in homes:
@@ -80,6 +83,8 @@ def prepare(
     for home, absolute in homes:
         try:
             for name, listed in zip(MANIFESTS, sets, strict=True):
+                if (home / name).exists():  # outdated, or somebody else's
+                    os.replace(home / name, home / f"{name}.old")
                 manifest.write(home / name, listed, absolute=absolute)
         except OSError as error:
             problems.append(f"{home} ({error.strerror or error})")

@@ -93,9 +93,17 @@ def compute(
     return path
 
 
-def open_corpus(path: Path, utterances: Sequence[Utterance]) -> Corpus:
-    """The features that `compute` wrote, mapped into memory."""
-    content = torch.load(path, mmap=True, weights_only=True)
+def open_corpus(
+    utterances: Sequence[Utterance], kind: str, folder: Path, *, progress: bool = True
+) -> Corpus:
+    """A corpus with its features, mapped into memory; computed if need be."""
+    path = compute(utterances, kind, folder, progress=progress)
+    try:
+        content = torch.load(path, mmap=True, weights_only=True)
+    except Exception:  # torch.load raises all sorts; a power cut may have left half a file
+        path.unlink(missing_ok=True)
+        path = compute(utterances, kind, folder, progress=progress)
+        content = torch.load(path, mmap=True, weights_only=True)
     return Corpus(utterances, content["frames"], content["starts"])
 
 
