@@ -489,6 +489,21 @@ def test_an4_manifests_are_reused_until_the_corpus_changes(tmp_path: Path) -> No
         assert [item.text for item in manifest.read(train)] == ["YES", "G O"]
 
 
+def test_an4_keeps_manifests_of_others(tmp_path: Path) -> None:
+    """What is replaced stays beside it; and where there is no corpus, they are taken as they are."""
+    small_an4(tmp_path / "an4")
+    theirs = tmp_path / "an4_train_manifest.csv"
+    theirs.write_text("/somewhere/a.wav,/somewhere/a.txt\n")
+    ready(tmp_path)
+    assert theirs.with_name(f"{theirs.name}.old").read_text().startswith("/somewhere")
+    moved = tmp_path / "lists"
+    moved.mkdir()
+    for name in ("an4_train_manifest.csv", "an4_val_manifest.csv"):
+        (tmp_path / name).rename(moved / name)
+    paths = ready(moved, download=False)
+    assert paths == (moved / "an4_train_manifest.csv", moved / "an4_val_manifest.csv")
+
+
 def test_an4_manifests_go_to_the_cache_if_the_corpus_is_read_only(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     small_an4(data_dir)

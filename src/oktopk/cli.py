@@ -111,11 +111,11 @@ def _list_recipes() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("recipe", "what it is", "what differs from the defaults")
+    table = Table.grid(padding=(0, 3))
     for name, recipe in RECIPES.items():
-        values = " ".join(f"{key}={value}" for key, value in recipe.values.items())
-        table.add_row(name, recipe.summary, values or "nothing")
+        table.add_row(name, recipe.summary)
     Console().print(table)
+    print("\n`oktopk train RECIPE` shows all values before it begins")
     return 0
 
 

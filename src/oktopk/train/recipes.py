@@ -33,23 +33,23 @@ _SMALL = {
 
 RECIPES = {
     "spoken": Recipe(
-        "small model on a corpus that is synthesised here: no download, a few minutes on 2 cores",
+        "small model, synthesised corpus: no download, minutes on 2 cores",
         {**_SMALL, "dataset": "spoken", "batch_size": 8, "lr": 0.003, "max_epochs": 12},
     ),
     "an4": Recipe(
-        "small model on CMU AN4: a good word error rate in a quarter of an hour on 2 cores",
+        "small model, CMU AN4: a good WER in a quarter of an hour",
         {**_SMALL, "dataset": "an4", "batch_size": 4, "lr": 0.002, "max_epochs": 40},
     ),
     "lstman4": Recipe(
-        "the published model and settings on CMU AN4, 100 epochs: for GPUs or many cores",
+        "published model and settings, CMU AN4, 100 epochs",
         {},
     ),
     "lstm_debug": Recipe(
-        "the published model for 2 epochs, to see that everything works",
+        "the same for 2 epochs, to see that everything works",
         {"max_epochs": 2},
     ),
     "lstm_extended": Recipe(
-        "the published model for 10 epochs: 140 steps at 8 workers, 12 of them sparse",
+        "the same for 10 epochs: 140 steps at 8 workers, 12 sparse",
         {"max_epochs": 10, "nworkers": 8},
     ),
 }

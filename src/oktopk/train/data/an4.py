@@ -83,7 +83,7 @@ def prepare(
     for home, absolute in homes:
         try:
             for name, listed in zip(MANIFESTS, sets, strict=True):
-                if (home / name).exists():  # outdated, or somebody else's
+                if (home / name).is_file():  # outdated, or somebody else's
                     os.replace(home / name, home / f"{name}.old")
                 manifest.write(home / name, listed, absolute=absolute)
         except OSError as error:

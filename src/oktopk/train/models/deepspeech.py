@@ -165,7 +165,7 @@ class Spans:
 class Recurrent(nn.Module):
     """An LSTM layer whose results are those of nn.LSTM on packed sequences.
 
-    On CPUs torch takes six times as long for packed sequences as for padded ones. So the layer
+    On CPUs torch takes several times as long for packed sequences (benchmarks/recurrent.py). So it
     runs on padded ones, backwards on utterances that are turned round within their own lengths:
     then padding always comes last and influences nothing that counts.
     """
