@@ -100,6 +100,7 @@ def main() -> None:
         print(f"compression ratio  {totals.compression_ratio:.1f}")
         print(f"sparsity           {totals.sparsity:.3f}")
         print(f"megabytes sent     {totals.bytes_sent / 1e6:.3f}")
+    torch.distributed.destroy_process_group()  # Lightning leaves it; torch may abort at exit then
 
 
 def patterns(count: int) -> TensorDataset:

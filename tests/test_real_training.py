@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from ranks import Rank, Ranks
 
-STEPS, WARMUP, LENGTH, BATCH = 300, 30, 48, 8
+STEPS, WARMUP, LENGTH, BATCH = 200, 30, 48, 8
 
 
 def text() -> Tensor:
