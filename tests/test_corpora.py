@@ -490,7 +490,7 @@ def test_an4_manifests_are_reused_until_the_corpus_changes(tmp_path: Path) -> No
 
 
 def test_an4_keeps_manifests_of_others(tmp_path: Path) -> None:
-    """What is replaced stays beside it; and where there is no corpus, they are taken as they are."""
+    """What is replaced stays beside it; without a corpus, they are taken as they are."""
     small_an4(tmp_path / "an4")
     theirs = tmp_path / "an4_train_manifest.csv"
     theirs.write_text("/somewhere/a.wav,/somewhere/a.txt\n")

@@ -201,7 +201,7 @@ def test_it_learns(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 30])
 def test_divergence_is_told(corpus: Path, tmp_path: Path, steps: int) -> None:
     """By a gradient, or by the validation after a single step."""
-    values = {"optimizer": "sgd", "lr": 1e30, "clip": 0.0, "schedule": "constant"}
+    values: dict[str, Any] = {"optimizer": "sgd", "lr": 1e30, "clip": 0.0, "schedule": "constant"}
     config = tiny(corpus, tmp_path, max_epochs=3, max_steps=steps, **values)
     with pytest.raises(UserError, match=r"diverged in step \d+.*--lr"):
         Trainer(config).run()
@@ -220,7 +220,12 @@ def test_divergence_is_told(corpus: Path, tmp_path: Path, steps: int) -> None:
 def test_resuming_as_something_else(
     trainings: tuple[Any, Path], corpus: Path, values: dict[str, Any], problem: str
 ) -> None:
-    known = {"resume": "auto", "warmup_steps": 3, "density": 0.05, "max_epochs": 9}
+    known: dict[str, Any] = {
+        "resume": "auto",
+        "warmup_steps": 3,
+        "density": 0.05,
+        "max_epochs": 9,
+    }
     with pytest.raises(UserError, match=problem):
         Trainer(tiny(corpus, trainings[1] / "whole", **known | values))
 

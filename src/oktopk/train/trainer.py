@@ -225,8 +225,9 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint from which training goes on bitwise as if it had not stopped."""
+        buffers = self._copy_of_buffers()
         own = {
-            "buffers": self._copy_of_buffers(),
+            "buffers": buffers,
             "random": torch.get_rng_state(),
             "of_epoch": dataclasses.asdict(self.of_epoch),
         }
@@ -240,7 +241,7 @@ class Trainer:
             "batches_done": self.batches_done,
             "of_run": dataclasses.asdict(self.of_run),
         }
-        self._set_buffers(own["buffers"])
+        self._set_buffers(buffers)
         try:
             checkpoint.save(self.folder / CHECKPOINT, self.handle, shared=shared, own=own)
         except OSError as error:
