@@ -20,6 +20,7 @@ from launch import alone, torchrun
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["ddp", "accelerate_loop", "lightning_trainer", "transformers_trainer"]
 RESUMABLE = ["ddp", "lightning_trainer", "transformers_trainer"]
+FRAMEWORKS = RESUMABLE[1:]
 BREAK, STEPS = 20, 60
 Run = Callable[[str], tuple[Path, dict[str, float]]]
 
@@ -57,7 +58,13 @@ def test_examples_send_fewer_bytes_than_dense(trained: Run) -> None:
     assert dense["sparsity"] == 0.0
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+def test_plain_example_goes_on_from_its_checkpoint(trained: Run) -> None:
+    folder, _ = trained("ddp")
+    printed = torchrun(_script("ddp"), "--checkpoint", folder, "--steps", STEPS)
+    assert f"is at step {STEPS}" in printed
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_examples_go_on_bitwise(name: str, trained: Run, tmp_path: Path) -> None:
     torchrun(_script(name), "--checkpoint", tmp_path, "--steps", BREAK)
     before = _states(name, tmp_path, BREAK)
