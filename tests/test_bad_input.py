@@ -264,7 +264,7 @@ def lose_a_peer(rank: Rank, name: str, how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("oktopk", "dies"), ("oktopk", "hangs"), ("dense", "dies")]
+    ("name", "how"), [("oktopk", "dies"), ("oktopk", "hangs"), ("gtopk", "dies"), ("dense", "dies")]
 )
 def test_a_lost_peer_is_an_error_within_the_timeout(name: str, how: str) -> None:
     pool = Ranks((3,), timeout=8)

@@ -89,7 +89,7 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
             dtype = list(DTYPES)[(turn // one_in + j) % len(DTYPES)]
             yield Case(pattern, numel, density, dtype, steps=4)
     numel, density = numels[4 + shift % 3], (0.02, 0.001, 0.5)[shift // 3 % 3]
-    yield Case("drifting", numel, density, list(DTYPES)[(shift + shift // 3) % 3], steps=30)
+    yield Case("drifting", numel, density, list(DTYPES)[(shift + shift // 3) % 3], steps=50)
 
 
 def total(rank: Rank, *values: Tensor) -> list[Tensor]:

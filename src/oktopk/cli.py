@@ -1,8 +1,7 @@
 """The command line: `oktopk train`, `oktopk recipes`, `oktopk data`.
 
-A mistake of the user is one line and exit code 2; an interruption 130. What a subcommand needs is
-imported when it is the one, so that `--help` is quick and extras are only missed where they are
-used.
+A mistake of the user is one line and exit code 2; an interruption 130. The extras that a subcommand
+needs are imported when it is the one, so that they are only missed where they are used.
 """
 
 from __future__ import annotations

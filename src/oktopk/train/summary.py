@@ -137,7 +137,12 @@ def _timings(buckets: Sequence[BucketTiming]) -> RenderableType:
     if len(rows) > 1:
         sums = [sum(column) for column in zip(*rows, strict=True)]
         table.add_row("all", *(f"{1000 * mean:.2f}" for mean in sums), style="bold")
-    return Group(table, Text("milliseconds of a mean step", style="dim"))
+    return Group(
+        table,
+        Text(
+            "milliseconds; means of all steps, dense ones too, as in the table above", style="dim"
+        ),
+    )
 
 
 def _table(*headings: str) -> Table:
