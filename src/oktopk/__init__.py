@@ -1,6 +1,7 @@
 """oktopk: sparse allreduce with error feedback for torch.distributed."""
 
 from . import checkpoint
+from .adam import Adam, AdamW
 from .algorithms import Algorithm, Dense, Gaussiank, GTopk, OkTopk, TopkA, TopkDSA, algorithm, names
 from .allreduce import SparseAllreduce
 from .buckets import Options
@@ -12,6 +13,8 @@ from .stats import StepStats, Summary
 from .transport import NonFiniteGradientError, PeerError
 
 __all__ = [
+    "Adam",
+    "AdamW",
     "Algorithm",
     "AllReducer",
     "Compression",

@@ -107,6 +107,12 @@ class SparseAllreduce:
         """Steps taken: dense, sparse and skipped."""
         return self._state.step
 
+    @property
+    def dense(self) -> bool:
+        """Whether the next step is a dense one."""
+        warm_up = self._state.step < self.algorithm.warmup_steps
+        return warm_up or isinstance(self.algorithm, Dense)
+
     def at(self, place: int) -> None:
         """Say which reduction of the program comes next; see `Transport.place`."""
         self._transport.place = place
@@ -161,8 +167,7 @@ class SparseAllreduce:
             factor: multiplies the gradient when it enters.
             scale: multiplies the average, but not what is kept in the residual.
         """
-        dense = self._state.step < self.algorithm.warmup_steps
-        algorithm = self._dense if dense else self.algorithm
+        algorithm = self._dense if self.dense else self.algorithm
         self._transport.reset()
         step = Step(
             gradient,

@@ -125,10 +125,13 @@ class Bucket:
     def complete(self) -> bool:
         return len(self.gradients) == len(self.slots)
 
+    def flat_pieces(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """A vector like the bucket's residual, parameter by parameter."""
+        return zip(self.slots, flat.split([slot.numel for slot in self.slots]), strict=True)
+
     def pieces(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """A vector like the bucket's residual, parameter by parameter, in their shapes."""
-        parts = flat.split([slot.numel for slot in self.slots])
-        for slot, part in zip(self.slots, parts, strict=True):
+        """The same, in the parameters' shapes."""
+        for slot, part in self.flat_pieces(flat):
             yield slot, slot.shaped(part)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .engine import AllReducer, log
 from .handle import Handle
-from .state import redistribute, sharers
+from .state import TENSORS, redistribute, sharers
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -173,18 +173,25 @@ class DistributedCheckpoint:
         self, handle: Handle | AllReducer, checkpoint_id: str | os.PathLike[str] | None = None
     ) -> None:
         self._reducer = _reducer(handle)
-        self._ranks = self._reducer.size if checkpoint_id is None else _saved_ranks(checkpoint_id)
+        self._ranks, self._squared = self._reducer.size, set[str]()
+        if checkpoint_id is not None:
+            self._ranks, self._squared = _saved_parts(checkpoint_id)
 
     def state_dict(self) -> dict[str, Any]:
         """To save: this rank's state. To load: room for those of the old ranks it takes on."""
         olds = sharers(self._reducer.rank, self._reducer.size, self._ranks)
         # Tensors of its own for each: what is loaded is written into them.
-        return {f"oktopk-rank-{old}": _as_leaves(self._reducer.state_dict()) for old in olds}
+        states = {f"oktopk-rank-{old}": self._reducer.state_dict() for old in olds}
+        for state in states.values():
+            for name, residual in state["residual"].items():
+                if name in self._squared:
+                    state["squares"][name] = torch.zeros_like(residual, dtype=torch.float32)
+        return {name: _as_leaves(state) for name, state in states.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         states = {}
         for key, leaves in saved.items():
-            tensors = {name: leaves[name] for name in ("residual", "velocity")}
+            tensors = {name: leaves.get(name, {}) for name in TENSORS}
             states[int(key.rpartition("-")[2])] = json.loads(leaves["rest"]) | tensors
         for state in states.values():
             for bucket in state["buckets"]:
@@ -195,19 +202,21 @@ class DistributedCheckpoint:
 
 def _as_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by parameter, and the rest as one text: only they must have their size in advance."""
-    rest = {key: value for key, value in state.items() if key not in ("residual", "velocity")}
+    rest = {key: value for key, value in state.items() if key not in TENSORS}
     text = json.dumps(rest, default=Tensor.tolist)
-    return {"residual": state["residual"], "velocity": state["velocity"], "rest": text}
+    return {name: state[name] for name in TENSORS} | {"rest": text}
 
 
-def _saved_ranks(checkpoint_id: str | os.PathLike[str]) -> int:
+def _saved_parts(checkpoint_id: str | os.PathLike[str]) -> tuple[int, set[str]]:
+    """How many ranks saved a checkpoint, and the parameters of which it has sums of squares."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     names = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
     found = {match[1] for name in names if (match := re.search(r"oktopk-rank-(\d+)\.", name))}
     if not found:
         raise ValueError(f"{checkpoint_id} holds no compression state: was it saved with one?")
-    return len(found)
+    squares = (re.search(r"oktopk-rank-\d+\.squares\.(.+)", name) for name in names)
+    return len(found), {match[1] for match in squares if match}
 
 
 def _contents(
@@ -242,7 +251,7 @@ def _of_rank(
     other = next(iter(states.values()))  # only its thresholds are of use
     zeros = {
         name: {key: torch.zeros_like(value) for key, value in other[name].items()}
-        for name in ("residual", "velocity")
+        for name in TENSORS
     }
     return dict(other) | {"rank": rank} | zeros
 

@@ -18,6 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from .adam import advise
 from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer
@@ -59,6 +60,7 @@ class Compression(Handle):
         if self._reducer is None:
             named = self._parameters.items()
             self._reducer = self._begin([(name, p) for name, p in named if p.requires_grad])
+            advise(self._reducer)
         return self._reducer
 
     def state_dict(self) -> dict[str, Any]:

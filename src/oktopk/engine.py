@@ -18,6 +18,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,17 +26,29 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import state
 from .algorithms import Algorithm, Dense, Step
 from .allreduce import SparseAllreduce
 from .buckets import Bucket, Options, Slot, cut, slots_of, summarize
+from .moments import Moments, Squares
 from .stats import StepStats, Summary, Totals, together
 from .transport import NonFiniteGradientError, Transport
 from .worker import worker
 
 T = TypeVar("T")
 log = logging.getLogger("oktopk")
+
+_reducers = WeakIdKeyDictionary()
+"""By parameter, its name and who averages its gradients (weakly)."""
+
+
+def reducer_of(parameter: Tensor) -> tuple[AllReducer, str] | None:
+    """Who averages a parameter's gradients, and under which name."""
+    reference, name = _reducers.get(parameter, (lambda: None, ""))
+    reducer = reference()
+    return None if reducer is None or reducer._closed else (reducer, name)
 
 
 class AllReducer:
@@ -67,6 +80,7 @@ class AllReducer:
         self.options = options or Options()
         scaler = self.options.grad_scaler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        named_parameters = list(named_parameters)
         self._slots = slots_of(named_parameters)
         self._may_be_unused = may_be_unused
         self._algorithm = algorithm
@@ -84,8 +98,17 @@ class AllReducer:
         """Whether the last step was skipped because of a NaN or Inf."""
         self.unused: frozenset[str] = frozenset()
         """Parameters without a gradient on any rank in the last step (with `may_be_unused`)."""
+        self.sparse: frozenset[str] = frozenset()
+        """Parameters whose average was sparse in the last step."""
+        self.probe = "", 0.0
+        """A parameter, and the norm of its average in the last step: to see what is done to it.
+        Only with `square_interval`."""
+        self._moments: Moments | None = None
+        self._squares: dict[tuple[str, int], Squares] = {}
         self._worker.run(self._build)
         self.set_trainer(trainer)
+        for name, parameter in named_parameters:
+            _reducers[parameter] = weakref.ref(self), name
 
     def _build(self) -> None:
         """Cut the parameters into buckets. Backward makes the last gradients first."""
@@ -283,6 +306,41 @@ class AllReducer:
 
         self._run(change)
 
+    @property
+    def square_interval(self) -> int | None:
+        """In how many steps `take_squares` yields every element once; None: never."""
+        return None if self._moments is None else self._moments.interval
+
+    @square_interval.setter
+    def square_interval(self, interval: int | None) -> None:
+        """All ranks must set it between the same steps."""
+
+        def change() -> None:
+            self._moments = self._new_moments(interval)
+
+        if interval != self.square_interval:
+            self._run(change)
+
+    def _new_moments(self, interval: int | None) -> Moments | None:
+        if interval is None:
+            return None
+        return Moments(self._buckets, interval, self._transport)
+
+    @property
+    def square_totals(self) -> Mapping[str, float]:
+        """See `Moments.totals`; empty before the first round is over."""
+        return {} if self._moments is None else self._moments.totals
+
+    def note_clipping(self, factor: float) -> None:
+        """What the averages of the last step were multiplied by before they were applied."""
+        if self._moments is not None:
+            self._moments.factor = factor
+
+    def take_squares(self, names: Collection[str]) -> list[Squares]:
+        """What has become known of the size of these parameters' gradients since the last call."""
+        found = [key for key in self._squares if key[0] in names]
+        return [self._squares.pop(key) for key in found]
+
     def stats(self) -> Summary:
         """Totals and means so far."""
         return self._run(lambda: summarize(self._buckets, self._totals, self._busy, self._waited))
@@ -291,7 +349,7 @@ class AllReducer:
         """All that the next step depends on, of this rank: tensors and plain values."""
 
         def take() -> dict[str, Any]:
-            return state.pack(self._buckets, self._algorithm, self._transport)
+            return state.pack(self._buckets, self._algorithm, self._transport, self._moments)
 
         return self._run(take)
 
@@ -304,9 +362,16 @@ class AllReducer:
             strict: if False, parameters that have no residual in the state begin without, and
                 another algorithm or other buckets begin with new thresholds. It is logged.
         """
-        self._run(
-            lambda: state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
-        )
+
+        def put() -> None:
+            state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
+            kept = saved.get("moments", {})  # not in states of format 1
+            interval = kept.get("interval") if self._moments is None else self._moments.interval
+            self._moments = self._new_moments(interval)
+            if self._moments is not None and interval == kept.get("interval"):
+                self._moments.load(kept, saved["squares"])
+
+        self._run(put)
 
     def broadcast(self, tensors: Iterable[Tensor], source: int) -> None:
         """Rank `source`'s tensors for all ranks, in place."""
@@ -431,8 +496,11 @@ class AllReducer:
         return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def _begin(self, bucket: Bucket, factor: float) -> None:
-        place = (self._name, self._step, self._buckets.index(bucket))
+        moments = self._moments
+        place = (self._name, self._step, self._buckets.index(bucket), moments and moments.interval)
         bucket.reduce.at(zlib.crc32(repr(place).encode()))
+        if moments is not None and not bucket.reduce.dense:
+            moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
         bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale())
 
@@ -455,6 +523,8 @@ class AllReducer:
         for bucket in self._buckets:
             if bucket.step is None:
                 self._begin(bucket, factor)
+        sparse = [b for b in self._buckets if not b.reduce.dense]
+        self.sparse = frozenset(slot.name for bucket in sparse for slot in bucket.slots)
         steps = [(b, b.step) for b in self._buckets if b.step is not None]
         self.skipped = not all(step.finite for _, step in steps)
         if not self.skipped:
@@ -462,6 +532,12 @@ class AllReducer:
                 bucket.reduce.commit(step)
                 bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
             self._give_back_unused(steps)
+            if self._moments is not None and self.sparse:
+                known = self._moments.advance()
+                self._squares |= {(part.name, part.start): part for part in known}
+                # Of the small parameters, which are dense, if there are any: the last bucket.
+                name, average = next(iter(self._buckets[-1].gradients.items()))
+                self.probe = name, float(torch.linalg.vector_norm(average)) / self._scale()
         elif self._scaler is not None or self.options.nonfinite == "skip":
             fill = 0.0 if self._scaler is None else math.nan
             for bucket, step in steps:

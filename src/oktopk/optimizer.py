@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .adam import advise
 from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer, log
@@ -82,6 +83,7 @@ class DistributedOptimizer(Handle, Optimizer):
             may_be_unused=True,
             trainer=trainer,
         )
+        advise(self._reducer)
         self._buckets = self._reducer.buckets
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from .algorithms import Algorithm
 from .buckets import Bucket
+from .moments import Moments
 from .transport import Transport
 
 log = logging.getLogger("oktopk")
 
-_FORMAT = 1
+_FORMAT = 2
+TENSORS = ("residual", "velocity", "squares")
+"""What is kept by parameter, and is a mean over ranks for another number of them."""
 _KEYS = {
     "format",
     "rank",
@@ -32,6 +35,8 @@ _KEYS = {
     "momentum",
     "residual",
     "velocity",
+    "squares",
+    "moments",
     "buckets",
 }
 _CHUNK = 1 << 20
@@ -41,7 +46,12 @@ class ReplicaError(RuntimeError):
     """Ranks no longer hold the same parameters."""
 
 
-def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) -> dict[str, Any]:
+def pack(
+    buckets: Sequence[Bucket],
+    algorithm: Algorithm,
+    transport: Transport,
+    moments: Moments | None,
+) -> dict[str, Any]:
     """The state of one rank."""
     residuals: dict[str, Tensor] = {}
     velocities: dict[str, Tensor] = {}
@@ -62,6 +72,8 @@ def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) 
         "momentum": buckets[0].reduce.momentum,
         "residual": residuals,
         "velocity": velocities,
+        "squares": {} if moments is None else moments.squares(),
+        "moments": {} if moments is None else moments.state_dict(),
         "buckets": thresholds,
     }
 
@@ -116,13 +128,13 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     def mean(name: str) -> dict[str, Tensor]:
         means: dict[str, Tensor] = {}
         for old in states:
-            for key, value in old[name].items():
+            for key, value in old.get(name, {}).items():
                 part = value * shares.get(old["rank"], 0.0)
                 means[key] = means[key].add_(part) if key in means else part
         return means
 
     changed = {"rank": rank, "size": size, "buckets": []}
-    return dict(states[0]) | changed | {name: mean(name) for name in ("residual", "velocity")}
+    return dict(states[0]) | changed | {name: mean(name) for name in TENSORS}
 
 
 def sharers(rank: int, size: int, old_size: int) -> dict[int, float]:
@@ -157,13 +169,13 @@ def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(saved: Mapping[str, Any], transport: Transport) -> str | None:
     """Why a state cannot be loaded at all."""
-    if set(saved) != _KEYS:
+    if set(saved) != _KEYS - ({"squares", "moments"} if saved.get("format") == 1 else set()):
         return (
             f"this is not the state of a compressed model: it has {sorted(saved)}, but must have "
             f"{sorted(_KEYS)}"
         )
-    if saved["format"] != _FORMAT:
-        return f"the state has format {saved['format']}, this version of oktopk reads {_FORMAT}"
+    if saved["format"] not in (1, _FORMAT):
+        return f"the state has format {saved['format']}, this version of oktopk reads 1 and 2"
     if saved["size"] != transport.size:
         return (
             f"the state was saved by {saved['size']} ranks, here are {transport.size}: load it "

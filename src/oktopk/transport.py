@@ -111,8 +111,9 @@ class Transport:
             raise PeerError(
                 f"rank {self.rank} of {self.size}: rank {', '.join(elsewhere)} is at another place "
                 "in its program, so their data do not belong together. Nothing was applied on this "
-                "rank. All ranks must reduce the same models in the same order, equally often; if "
-                "a backward failed on some ranks only, restart all from the last checkpoint"
+                "rank. All ranks must reduce the same models in the same order, equally often, and "
+                "not one with other settings of its optimizer; if a backward failed on some ranks "
+                "only, restart all from the last checkpoint"
             )
         return [row[:-1] for row in traded]
 

@@ -58,13 +58,16 @@ class Config:
     nsteps_update: int = 1
     """Batches whose gradients are accumulated for one step."""
     optimizer: str = "sgd"
-    """sgd (with Nesterov's momentum) or adamw."""
+    """sgd (with Nesterov's momentum), adamw (oktopk.AdamW), or torch-adamw."""
     lr: float = 0.01
     """Learning rate; with --schedule onecycle its peak."""
     momentum: float = 0.9
     """Momentum of sgd."""
     momentum_correction: bool = False
     """Accumulate momentum on each worker before compression, as DGC does, instead of after it."""
+    refresh_interval: int = 256
+    """Sparse steps in which adamw brings its second moment up to date; 0 keeps it as the warm-up
+    left it."""
     weight_decay: float = 0.0
     """Weight decay, of matrices only."""
     schedule: str = "anneal"
@@ -170,7 +173,7 @@ _CHOICES = {
     "dnn": ("lstman4", "lstman4-small"),
     "dataset": ("an4", "spoken", "manifest"),
     "features": ("spectrogram", "logmel"),
-    "optimizer": ("sgd", "adamw"),
+    "optimizer": ("sgd", "adamw", "torch-adamw"),
     "schedule": ("constant", "anneal", "onecycle"),
     "autocast": ("no", "bf16"),
     "scope": ("bucket", "model"),
@@ -184,6 +187,7 @@ _LEAST: dict[str, float] = {
     "batch_size": 1,
     "nsteps_update": 1,
     "seed": 0,
+    "refresh_interval": 0,
     "weight_decay": 0,
     "anneal": 1,
     "clip": 0,

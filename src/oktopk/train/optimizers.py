@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from ..adam import AdamW
 from .config import Config
 
 
@@ -20,7 +21,10 @@ def make_optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
+        refresh = config.refresh_interval or None
+        return AdamW(groups, config.lr, (0.9, 0.98), refresh_interval=refresh, fused=True)
+    if config.optimizer == "torch-adamw":
+        return torch.optim.AdamW(groups, config.lr, (0.9, 0.98), fused=True)
     momentum = 0.0 if config.momentum_correction else config.momentum
     return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0)
 

@@ -1,0 +1,452 @@
+"""Adam and AdamW for sparse gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+from models import SMALL, attached, batch, loss_of, net, parameters, run
+from oktopk import adam
+from ranks import Rank, Ranks
+
+WARMUP, INTERVAL = 4, 3
+OKTOPK = oktopk.OkTopk(density=0.1, warmup_steps=WARMUP)
+BETAS = (0.8, 0.9)
+PAIRS: list[tuple[type, type]] = [
+    (oktopk.AdamW, torch.optim.AdamW),
+    (oktopk.Adam, torch.optim.Adam),
+]
+
+
+def adamw(model: nn.Module, **options: Any) -> oktopk.AdamW:
+    options = {"lr": 0.01, "refresh_interval": INTERVAL} | options
+    return oktopk.AdamW(model.parameters(), betas=BETAS, **options)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([state["exp_avg_sq"].flatten() for state in optimizer.state.values()])
+
+
+def warm_up(rank: Rank, ours: type, plain: type, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    found = []
+    for kind in (ours, plain):
+        model = DDP(net(), process_group=rank.group)
+        if kind is ours:
+            model, _ = attached(rank, OKTOPK)
+        optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, **options)
+        run(rank, model, optimizer, range(WARMUP))
+        found.append(torch.cat([parameters(model), moments(optimizer)]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("ours", "plain"), PAIRS)
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True, "maximize": True}])
+def test_warm_up_is_torchs_own_bitwise(
+    ranks: Ranks, ours: type, plain: type, options: dict[str, Any]
+) -> None:
+    for mine, theirs in ranks.run(2, warm_up, ours, plain, options):
+        assert torch.equal(mine, theirs)
+
+
+def local_gradients(weights: dict[str, Tensor], step: int, size: int) -> dict[str, list[Tensor]]:
+    """What each rank's gradient is, computed on one."""
+    model = net()
+    model.load_state_dict(weights)
+    gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
+    for rank in range(size):
+        model.zero_grad()
+        loss_of(model, step, rank).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            gradients[name].append(p.grad.clone())
+    return gradients
+
+
+def in_slice(numels: dict[str, int], turn: int) -> dict[str, slice]:
+    """The elements of each compressed parameter whose turn it is."""
+    total, start, found = sum(numels.values()), 0, {}
+    begin, end = total * turn // INTERVAL, total * (turn + 1) // INTERVAL
+    for name, numel in numels.items():
+        found[name] = slice(min(max(begin - start, 0), numel), min(max(end - start, 0), numel))
+        start += numel
+    return found
+
+
+def against_reference(rank: Rank, refresh: bool) -> int:
+    """Every sparse step against the same computed with the gradients of all ranks in one place.
+
+    The second moment follows faster than it usually does, and is raised more often, so that a
+    mistake is seen.
+    """
+    usual = adam._HORIZON_BETA, adam._LARGEST
+    adam._HORIZON_BETA, adam._LARGEST = 0.0, 5.0
+    try:
+        return compare(rank, refresh)
+    finally:
+        adam._HORIZON_BETA, adam._LARGEST = usual
+
+
+def compare(rank: Rank, refresh: bool) -> int:
+    model, handle = attached(rank, OKTOPK)
+    optimizer = adamw(model, refresh_interval=INTERVAL if refresh else None)
+    run(rank, model, optimizer, range(WARMUP))
+    named = dict(model.module.named_parameters())
+    large = [name for bucket in handle.reducer.buckets[:-1] for name in bucket]
+    assert all(named[name].numel() >= 512 for name in large)
+    state = {name: optimizer.state[p] for name, p in named.items()}
+    mean = {name: state[name]["exp_avg"].double() for name in large}
+    square = {n: state[n]["exp_avg_sq"].double() / (1 - BETAS[1] ** WARMUP) for n in large}
+    weights = {name: named[name].detach().double() for name in large}
+    sums = {name: torch.zeros_like(square[name]) for name in large}
+    since = {name: torch.zeros_like(square[name]) for name in large}
+    ratio, raised = {}, [0]
+    steps = 4 * INTERVAL
+    for i in range(steps):
+        step = WARMUP + i
+        before = {name: p.detach().clone() for name, p in named.items()}
+        small = copy.deepcopy(optimizer.state[named["0.bias"]])
+        for name, gradients in local_gradients(before, step, rank.size).items():
+            if name in large:
+                sums[name] += sum(g.double() ** 2 for g in gradients) / rank.size
+                since[name] += 1
+        run(rank, model, optimizer, range(step, step + 1))
+        if refresh and i + 1 == INTERVAL:
+            ratio = {n: square[n].sum() / (sums[n] / INTERVAL).sum() for n in large}
+        elif refresh and i >= INTERVAL:
+            turns = in_slice({n: named[n].numel() for n in large}, i % INTERVAL)
+            for name, here in turns.items():
+                s, t, v = (x.view(-1)[here] for x in (sums[name], since[name], square[name]))
+                v += (1 - BETAS[1] ** t) * (ratio[name] * s / t - v)
+                s.zero_()
+                t.zero_()
+        for name in large:
+            gradient = named[name].grad
+            assert gradient is not None
+            assert 0 < gradient.count_nonzero() < gradient.numel()
+            raised[0] += int(((gradient / 5) ** 2 > square[name]).sum())
+            square[name] = torch.maximum(square[name], (gradient.double() / 5) ** 2)
+            mean[name] = BETAS[0] * mean[name] + (1 - BETAS[0]) * gradient
+            correction = 1 - BETAS[0] ** (step + 1)
+            divisor = square[name].sqrt() + 1e-8
+            weights[name] = weights[name] * (1 - 0.01 * 0.01)
+            weights[name] = weights[name] - 0.01 * mean[name] / correction / divisor
+            torch.testing.assert_close(named[name].double(), weights[name], rtol=1e-4, atol=1e-6)
+        # Small parameters are averaged densely: their step is torch's own.
+        twin = nn.Parameter(before["0.bias"].clone())
+        own = torch.optim.AdamW([twin], lr=0.01, betas=BETAS)
+        own.state[twin] = small
+        twin.grad = named["0.bias"].grad
+        own.step()
+        assert torch.equal(twin, named["0.bias"])
+    handle.check_replicas()
+    assert raised[0] > 0
+    return steps
+
+
+@pytest.mark.parametrize("refresh", [False, True])
+def test_sparse_steps_equal_a_reference_on_one_rank(ranks: Ranks, refresh: bool) -> None:
+    assert ranks.run(3, against_reference, refresh) == [4 * INTERVAL] * 3
+
+
+def wrapped(rank: Rank, model: nn.Module, **options: Any) -> oktopk.DistributedOptimizer:
+    return oktopk.DistributedOptimizer(
+        adamw(model), model.named_parameters(), OKTOPK, group=rank.own_group, **(SMALL | options)
+    )
+
+
+def trained(rank: Rank, case: str) -> tuple[Tensor, Tensor]:
+    """Parameters and second moments after 14 steps, in one of many ways that come to the same."""
+    scaler = None
+    if case in ("scaler", "overflow"):
+        scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    options: dict[str, Any] = {"grad_scaler": scaler} if scaler else {}
+    if case == "norm_clip":
+        options["norm_clip"] = 1e6
+    model: nn.Module = net()
+    if case == "wrapper":
+        optimizer: torch.optim.Optimizer = wrapped(rank, model)
+    else:
+        model = attached(rank, OKTOPK, **options)[0]
+        optimizer = adamw(model, fused=case == "fused")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 + step % 2)
+    for step in range(14):
+        optimizer.zero_grad()
+        if case == "accumulation":
+            for part in range(2):
+                with model.no_sync() if part == 0 else contextlib.nullcontext():  # type: ignore[operator]
+                    x, y = (half[4 * part :][:4] for half in batch(step, rank.rank))
+                    (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        elif scaler is not None:
+            if case == "overflow" and step == 9:
+                bad = loss_of(model, step, rank.rank) * (float("inf") if rank.rank == 1 else 1.0)
+                scaler.scale(bad).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0**10)
+                optimizer.zero_grad()
+            scaler.scale(loss_of(model, step, rank.rank)).backward()
+        else:
+            loss_of(model, step, rank.rank).backward()
+        if case == "clip":
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+    return parameters(model), moments(optimizer)
+
+
+@pytest.mark.parametrize(
+    "case", ["wrapper", "fused", "accumulation", "scaler", "clip", "norm_clip"]
+)
+def test_all_ways_of_training_come_to_the_same(ranks: Ranks, case: str) -> None:
+    plain = ranks.run(3, trained, "plain")
+    found = ranks.run(3, trained, case)
+    for (weights, squares), (expected, expected_squares) in zip(found, plain, strict=True):
+        assert torch.equal(weights, found[0][0])
+        assert torch.equal(squares, found[0][1])
+        if case in ("accumulation", "fused"):  # sums in another order
+            torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(weights, expected)
+            assert torch.equal(squares, expected_squares)
+
+
+def test_an_overflow_leaves_no_nan_behind(ranks: Ranks) -> None:
+    for weights, squares in (found := ranks.run(3, trained, "overflow")):
+        assert torch.equal(weights, found[0][0])
+        assert torch.equal(squares, found[0][1])
+        assert torch.isfinite(weights).all()
+        assert torch.isfinite(squares).all()
+
+
+def begun(rank: Rank, kind: str, seed: int) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """A model to call, the handle of its compression, and its optimizer."""
+    if kind == "wrapper":
+        plain = net(seed)
+        optimizer = wrapped(rank, plain)
+        return plain, optimizer, optimizer
+    model, handle = attached(rank, OKTOPK, net(seed))
+    return model, handle, adamw(model)
+
+
+def through(rank: Rank, folder: str | None, kind: str, stop: int) -> tuple[Tensor, Tensor]:
+    """Sixteen steps, with a stop after some of them if there is a folder."""
+    model, handle, optimizer = begun(rank, kind, 0)
+    run(rank, model, optimizer, range(stop))
+    if folder is not None:
+        inner = model.state_dict()
+        own = {"model": inner, "optimizer": optimizer.state_dict()}
+        if kind == "folder":
+            oktopk.checkpoint.save(folder, handle, shared=own)
+        elif kind == "dcp":
+            compression = oktopk.checkpoint.DistributedCheckpoint(handle)
+            dcp.save({"compression": compression}, checkpoint_id=folder, process_group=rank.group)  # type: ignore[attr-defined]
+        model, handle, optimizer = begun(rank, kind, 5)
+        if kind == "folder":
+            own = oktopk.checkpoint.load(folder, handle).shared
+        elif kind == "dcp":
+            compression = oktopk.checkpoint.DistributedCheckpoint(handle, folder)
+            dcp.load({"compression": compression}, checkpoint_id=folder, process_group=rank.group)  # type: ignore[attr-defined]
+        model.load_state_dict(own["model"])
+        optimizer.load_state_dict(own["optimizer"])
+    run(rank, model, optimizer, range(stop, 16))
+    handle.check_replicas()
+    return parameters(model), moments(optimizer)
+
+
+@pytest.mark.parametrize("stop", [WARMUP - 1, WARMUP + 2, WARMUP + INTERVAL + 2])
+@pytest.mark.parametrize("kind", ["folder", "wrapper", "dcp"])
+def test_resume_is_bitwise_the_same(ranks: Ranks, kind: str, stop: int, tmp_path: Path) -> None:
+    kept = ranks.run(2, through, None, kind, stop)
+    again = ranks.run(2, through, str(tmp_path), kind, stop)
+    for (weights, squares), (expected, expected_squares) in zip(again, kept, strict=True):
+        assert torch.equal(weights, expected)
+        assert torch.equal(squares, expected_squares)
+
+
+def saved(rank: Rank, folder: str) -> dict[str, Any]:
+    model, handle, optimizer = begun(rank, "folder", 0)
+    run(rank, model, optimizer, range(WARMUP + INTERVAL + 2))
+    shared = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    oktopk.checkpoint.save(folder, handle, shared=shared)
+    state: dict[str, Any] = handle.state_dict()
+    return state
+
+
+def loaded(rank: Rank, folder: str) -> tuple[dict[str, Any], Tensor]:
+    model, handle, optimizer = begun(rank, "folder", 5)
+    shared = oktopk.checkpoint.load(folder, handle).shared
+    model.load_state_dict(shared["model"])
+    optimizer.load_state_dict(shared["optimizer"])
+    state = handle.state_dict()
+    run(rank, model, optimizer, range(9, 20))
+    handle.check_replicas()
+    return state, moments(optimizer)
+
+
+def test_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks.run(2, saved, str(tmp_path))
+    after = ranks.run(3, loaded, str(tmp_path))
+    assert before[0]["squares"]
+    for name in before[0]["squares"]:
+        pending = sum(state["squares"][name] for state in before) / 2
+        now = sum(state["squares"][name] for state, _ in after) / 3
+        torch.testing.assert_close(now, pending)
+    for state, squares in after:
+        assert state["moments"] == before[0]["moments"]
+        assert torch.equal(squares, after[0][1])
+
+
+def sent(rank: Rank, interval: int | None) -> list[int]:
+    model, handle = attached(rank, OKTOPK)
+    seen: list[int] = []
+    handle.subscribe(lambda stats: seen.append(stats.bytes_sent))
+    optimizer = adamw(model, refresh_interval=interval, lr=0.0)
+    run(rank, model, optimizer, range(WARMUP + 4 * INTERVAL))
+    return seen
+
+
+def test_bytes_of_the_refresh_are_counted(ranks: Ranks) -> None:
+    """With a learning rate of 0 both runs have the same gradients."""
+    frozen, refreshed = (ranks.run(4, sent, interval)[0] for interval in (None, INTERVAL))
+    extra = [b - a for a, b in zip(frozen, refreshed, strict=True)]
+    elements = sum(p.numel() for p in net().parameters() if p.numel() >= 512)
+    matrices = sum(1 for p in net().parameters() if p.numel() >= 512)
+    first = WARMUP + INTERVAL
+    assert extra[: first - 1] == [0] * (first - 1)
+    assert extra[first - 1] == 8 * matrices * 2 * 3 // 4  # their totals
+    for begin in range(first, len(extra), INTERVAL):
+        assert abs(sum(extra[begin : begin + INTERVAL]) - 4 * elements * 2 * 3 / 4) < 10
+        assert max(extra[begin : begin + INTERVAL]) < 4 * (elements / INTERVAL + 2) * 2 * 3 / 4
+
+
+def detached(rank: Rank) -> tuple[Tensor, Tensor]:
+    """The last step of one that is dense again, and of torch's AdamW from there."""
+    model, handle = attached(rank, OKTOPK)
+    optimizer = adamw(model)
+    run(rank, model, optimizer, range(10))
+    handle.detach()
+    run(rank, model, optimizer, range(10, 12))
+    assert not any(state["linear"] for state in optimizer.state.values() if "linear" in state)
+    twin = net()
+    twin.load_state_dict(model.module.state_dict())
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=BETAS)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(rank, model, optimizer, range(12, 13))
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad
+    other.step()
+    return parameters(model), parameters(twin)
+
+
+def test_dense_again_is_torchs_own_again(ranks: Ranks) -> None:
+    for mine, theirs in ranks.run(2, detached):
+        assert torch.equal(mine, theirs)
+
+
+def lines(
+    rank: Rank, kind: type, algorithm: oktopk.Algorithm, through_wrapper: bool
+) -> tuple[list[str], Tensor]:
+    """What is logged, and the parameters."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("oktopk").addHandler(handler)
+    try:
+        model = net()
+        optimizer = kind(model.parameters(), lr=0.01)
+        if through_wrapper:
+            optimizer = oktopk.DistributedOptimizer(
+                optimizer, model.named_parameters(), algorithm, group=rank.own_group, **SMALL
+            )
+            run(rank, model, optimizer, range(5))
+        else:
+            ddp, _ = attached(rank, algorithm, model)
+            run(rank, ddp, optimizer, range(5))
+    finally:
+        logging.getLogger("oktopk").removeHandler(handler)
+    return found, parameters(model)
+
+
+@pytest.mark.parametrize("through_wrapper", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_torchs_own_gets_one_line_of_advice(
+    ranks: Ranks, kind: type, through_wrapper: bool
+) -> None:
+    early = oktopk.OkTopk(density=0.1, warmup_steps=2)
+    (found, _), (others, _) = ranks.run(2, lines, kind, early, through_wrapper)
+    assert len(found) == 1
+    assert f"oktopk.{kind.__name__} is" in found[0]
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        (torch.optim.AdamW, oktopk.Dense()),
+        (torch.optim.SGD, OKTOPK),
+        (oktopk.AdamW, OKTOPK),
+    ],
+)
+def test_no_advice_where_none_is_needed(
+    ranks: Ranks, kind: type, algorithm: oktopk.Algorithm
+) -> None:
+    for found, _ in ranks.run(2, lines, kind, algorithm, False):
+        assert found == []
+
+
+def test_without_warm_up_steps_are_torchs_and_a_line_says_so(ranks: Ranks) -> None:
+    bare = oktopk.OkTopk(density=0.1)
+    mine = ranks.run(2, lines, oktopk.AdamW, bare, False)
+    theirs = ranks.run(2, lines, torch.optim.AdamW, bare, False)
+    assert len(mine[0][0]) == 1
+    assert "warmup_steps" in mine[0][0][0]
+    assert torch.equal(mine[0][1], theirs[0][1])
+
+
+def different(rank: Rank) -> None:
+    model, _ = attached(rank, OKTOPK)
+    run(rank, model, adamw(model, refresh_interval=2 + rank.rank), range(3))
+
+
+def test_ranks_with_different_intervals_fail_together(ranks: Ranks) -> None:
+    for _, error in ranks.outcomes(2, different):
+        assert error is not None
+        assert "PeerError" in error
+        assert "other settings" in error
+
+
+def test_without_compression_it_is_torchs_own() -> None:
+    models = [net(), net()]
+    kinds = (oktopk.AdamW, torch.optim.AdamW)
+    optimizers = [k(m.parameters(), lr=0.01) for k, m in zip(kinds, models, strict=True)]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, step, 0).backward()
+            optimizer.step()
+    assert torch.equal(parameters(models[0]), parameters(models[1]))
+    again = pickle.loads(pickle.dumps(optimizers[0]))
+    assert again.refresh_interval == optimizers[0].refresh_interval
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5])
+def test_a_wrong_interval_is_said(interval: Any) -> None:
+    with pytest.raises(ValueError, match=r"refresh_interval is .* None to keep"):
+        oktopk.AdamW(net().parameters(), refresh_interval=interval)
