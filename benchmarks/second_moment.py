@@ -1,0 +1,211 @@
+"""Where Adam's second moment should come from when gradients are sparse.
+
+    python benchmarks/second_moment.py --text wikitext2/train.txt
+
+Trains a small network to write on, byte by byte, in DDP on local ranks over loopback: once for
+each variant and seed, from the same weights and with the same batches. Gradients are clipped after
+they are averaged. The text is a file, or else the sources of Python's own library.
+
+columns
+  loss        training loss, mean of the last tenth of the steps and of all ranks, over seeds
+  spread      the largest minus the smallest of the seeds
+  valid       loss on the last part of the text, which is not trained on
+  kB sent     by rank 0 in a step, mean of the last tenth
+
+variants
+  dense       every gradient is averaged whole
+  torch       Ok-Topk, torch's AdamW on the sparse average
+  frozen      Ok-Topk, oktopk.AdamW: second moment as the warm-up left it
+  every N     the same, but refreshed from the ranks' own gradients every N steps
+  fast        every 64 steps, following as fast as beta2 says, not slowed down
+  unclipped   every 64 steps, from gradients as they are before clipping
+  momentum    frozen, momentum kept by each rank before compression, as DGC does
+  warm N      frozen after N dense steps
+  at D        every 256 steps, density D
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import oktopk
+import oktopk.adam
+from common import join_group, positive, progress, table
+
+CONTEXT, WIDTH, BATCH = 24, 384, 96
+LR, BETAS, CLIP = 3e-3, (0.9, 0.98), 0.3
+
+
+@dataclass(frozen=True)
+class Variant:
+    density: float = 0.02
+    warmup: int = 100
+    refresh: int | None = None
+    torch: bool = False
+    """torch's AdamW instead of ours."""
+    fast: bool = False
+    unclipped: bool = False
+    momentum: bool = False
+
+
+VARIANTS = {
+    "dense": Variant(density=1.0, torch=True),
+    "torch": Variant(torch=True),
+    "frozen": Variant(),
+    "every 16": Variant(refresh=16),
+    "every 64": Variant(refresh=64),
+    "every 256": Variant(refresh=256),
+    "fast": Variant(refresh=64, fast=True),
+    "unclipped": Variant(refresh=64, unclipped=True),
+    "momentum": Variant(momentum=True),
+    "warm 25": Variant(warmup=25),
+    "warm 400": Variant(warmup=400),
+    "at 1 %": Variant(density=0.01, refresh=256),
+    "torch at 1 %": Variant(density=0.01, torch=True),
+    "at 0.5 %": Variant(density=0.005, refresh=256),
+    "torch at 0.5 %": Variant(density=0.005, torch=True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, help="file to learn from (Python's own library)")
+    parser.add_argument("--steps", type=positive, default=1500, help="of each run (1500)")
+    parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(1)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT"
+    )
+    args = parser.parse_args()
+    if args.text is not None and not args.text.is_file():
+        parser.error(f"--text {args.text}: there is no such file")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(rank_main, args=(args, folder), nprocs=args.ranks)
+        with open(os.path.join(folder, "rows.json")) as file:
+            rows = json.load(file)
+    parameters = sum(p.numel() for p in Writer().parameters())
+    print(f"{parameters:,} parameters, {args.steps} steps, P = {args.ranks}, seeds {args.seeds}")
+    print(table(rows))
+
+
+def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
+    join_group(folder, rank, args.ranks, threads=1)
+    text = read(args.text)
+    rows = []
+    for name in args.variants:
+        runs = []
+        for seed in args.seeds:
+            progress(rank, f"{name}, seed {seed}")
+            runs.append(learn(VARIANTS[name], text, args.steps, seed))
+        losses = [run["loss"] for run in runs]
+        rows.append(
+            {
+                "variant": name,
+                "loss": f"{fmean(losses):.4f}",
+                "spread": f"{max(losses) - min(losses):.4f}",
+                "valid": f"{fmean(run['valid'] for run in runs):.4f}",
+                "kB sent": fmean(run["sent"] for run in runs) / 1000,
+            }
+        )
+    progress(rank, "")
+    if rank == 0:
+        with open(os.path.join(folder, "rows.json"), "w") as file:
+            json.dump(rows, file)
+    dist.destroy_process_group()
+
+
+def read(path: Path | None) -> Tensor:
+    if path is not None:
+        content = path.read_bytes()
+    else:
+        library = Path(sysconfig.get_path("stdlib"))
+        content = b"".join(file.read_bytes() for file in sorted(library.glob("*.py")))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+class Writer(nn.Module):
+    """Guesses the next byte from those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 32)
+        self.first = nn.Linear(CONTEXT * 32, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.output = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.first(self.embedding(x).flatten(1)).relu())
+        scores: Tensor = self.output(self.norms[1](x + self.second(x).relu()))
+        return scores
+
+
+def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, float]:
+    """One run; the same result on all ranks."""
+    torch.manual_seed(seed)
+    model = DDP(Writer())
+    algorithm: oktopk.Algorithm = oktopk.OkTopk(variant.density, variant.warmup)
+    if variant.density == 1:
+        algorithm = oktopk.Dense()
+    beta1 = 0.0 if variant.momentum else BETAS[0]
+    momentum = BETAS[0] if variant.momentum else 0.0
+    handle = oktopk.attach(model, algorithm, dense_below=1024, momentum=momentum)
+    sent: list[int] = []
+    handle.subscribe(lambda stats: sent.append(stats.bytes_sent))
+    kind: Any = torch.optim.AdamW if variant.torch else oktopk.AdamW
+    own = {} if variant.torch else {"refresh_interval": variant.refresh}
+    optimizer = kind(model.parameters(), lr=LR, betas=(beta1, BETAS[1]), **own)
+    oktopk.adam._HORIZON_BETA = 0.0 if variant.fast else 0.999
+    if variant.unclipped:
+        handle.reducer.note_clipping = lambda factor: None  # type: ignore[method-assign]
+
+    train, valid = text[: -len(text) // 10], text[-len(text) // 10 :]
+    random = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    losses = []
+    for step in range(steps):
+        rise = steps // 20  # then half a cosine
+        fall = 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (steps - rise))
+        optimizer.param_groups[0]["lr"] = LR * ((step + 1) / rise if step < rise else fall)
+        loss = loss_of(
+            model, train, torch.randint(len(train) - CONTEXT, (BATCH,), generator=random)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    handle.check_replicas()
+    last = steps // 10
+    with torch.no_grad():
+        starts = torch.linspace(0, len(valid) - CONTEXT - 1, 20_000).long()
+        means = torch.tensor([fmean(losses[-last:]), float(loss_of(model, valid, starts))])
+    dist.all_reduce(means)
+    loss_mean, valid_mean = (means / dist.get_world_size()).tolist()
+    handle.close()
+    return {"loss": loss_mean, "valid": valid_mean, "sent": fmean(sent[-last:])}
+
+
+def loss_of(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
+    windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+    return nn.functional.cross_entropy(model(windows[:, :-1]), windows[:, -1])
+
+
+if __name__ == "__main__":
+    main()
