@@ -32,6 +32,7 @@ import math
 import os
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -49,6 +50,11 @@ from common import join_group, positive, progress, table
 
 CONTEXT, WIDTH, BATCH = 24, 384, 96
 LR, BETAS, CLIP = 3e-3, (0.9, 0.98), 0.3
+NOTE_CLIPPING = oktopk.adam._note_clipping
+
+
+def ignore_clipping(reducer: oktopk.AllReducer, named: Mapping[str, Tensor]) -> None:
+    """Instead of taking clipping into account."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,7 @@ def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, fl
     own = {} if variant.torch else {"refresh_interval": variant.refresh}
     optimizer = kind(model.parameters(), lr=LR, betas=(beta1, BETAS[1]), **own)
     oktopk.adam._HORIZON_BETA = 0.0 if variant.fast else 0.999
-    if variant.unclipped:
-        handle.reducer.note_clipping = lambda factor: None  # type: ignore[method-assign]
+    oktopk.adam._note_clipping = ignore_clipping if variant.unclipped else NOTE_CLIPPING
 
     train, valid = text[: -len(text) // 10], text[-len(text) // 10 :]
     random = torch.Generator().manual_seed(1000 * seed + dist.get_rank())

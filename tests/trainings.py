@@ -28,6 +28,7 @@ TINY: dict[str, Any] = {
     "depth": 1,
     "batch_size": 2,
     "dense_below": 100,
+    "refresh_interval": 2,
     "tensorboard": False,
 }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -32,8 +32,6 @@ _LARGEST = 100.0
 raised where it would be more. What has waited for many steps may move it far, but not what the
 warm-up never saw, such as a rare word's embedding: it would be divided by nothing."""
 
-_Reducers = dict[AllReducer, dict[str, Tensor]]
-
 
 class _SparseAdam(Optimizer):
     """What Adam and AdamW have in common; `_torch` is torch's class that they derive from."""
@@ -51,13 +49,15 @@ class _SparseAdam(Optimizer):
         refresh_interval: int | None,
         **options: Any,
     ) -> None:
-        if refresh_interval is not None and not (
-            type(refresh_interval) is int and refresh_interval >= 1
-        ):
+        valid = type(refresh_interval) is int and refresh_interval >= 1
+        if refresh_interval is not None and not valid:
             raise ValueError(
                 f"refresh_interval is {refresh_interval!r}, but must be a whole number of steps, "
                 "at least 1, or None to keep the second moment as the warm-up left it"
             )
+        for name in ("amsgrad", "capturable", "differentiable"):
+            if options.get(name):
+                raise ValueError(f"{name}=True is not supported with sparse gradients")
         self.refresh_interval = refresh_interval
         # torch's own; before torch 2.7 Adam and AdamW have no class in common but Optimizer.
         self._torch.__init__(self, params, lr, betas, eps, weight_decay, **options)  # type: ignore[arg-type]
@@ -74,11 +74,10 @@ class _SparseAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reducers = self._reducers()
-        _note_clipping(reducers)
-        sparse = {
-            p for r, named in reducers.items() for name, p in named.items() if name in r.sparse
-        }
-        linear = self._linear(sparse)
+        linear: set[Tensor] = set()
+        for reducer, named in reducers.items():
+            _note_clipping(reducer, named)
+            linear |= self._linear(reducer, named)
         gradients = {p: p.grad for p in linear}
         for p in linear:
             p.grad = None  # torch's step leaves it out
@@ -87,89 +86,101 @@ class _SparseAdam(Optimizer):
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient
-        self._mark_unknown(sparse - linear)
-        self._refresh(reducers)
+        for reducer, named in reducers.items():
+            self._refresh(reducer, {name: p for name, p in named.items() if p in linear})
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p in linear and p.grad is not None]
             if with_gradient:
                 self._step_linearly(group, with_gradient)
         return loss
 
-    def _reducers(self) -> _Reducers:
+    def _reducers(self) -> dict[AllReducer, dict[str, Tensor]]:
         """Who averages the gradients of this optimizer's parameters, and of which, by name."""
-        reducers: _Reducers = {}
+        reducers: dict[AllReducer, dict[str, Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
                 found = reducer_of(p)
                 if found is not None:
                     reducers.setdefault(found[0], {})[found[1]] = p
         for reducer in reducers:
-            reducer.square_interval = self.refresh_interval
+            reducer.track_squares(self.refresh_interval, self)
         return reducers
 
-    def _linear(self, sparse: set[Tensor]) -> set[Tensor]:
+    def _linear(self, reducer: AllReducer, named: Mapping[str, Tensor]) -> set[Tensor]:
         """The parameters to step linearly: of those with a sparse average, the ones whose second
-        moment is known from dense steps. It is kept without the bias of its beginning."""
-        linear = set()
-        for group in self.param_groups:
-            for p in group["params"]:
+        moment is known from dense steps. The others are left to torch for good."""
+        if not reducer.sparse:
+            reducer.notes.pop("known", None)
+            reducer.notes.pop("ratio", None)
+            return set()
+        known = reducer.notes.setdefault("known", {})
+        unknown = []
+        for name in reducer.sparse - known.keys():
+            p = named.get(name)
+            if p is not None and p.grad is not None:
                 state = self.state.get(p)
-                if not state:
-                    continue
-                moment = state["exp_avg_sq"]
-                bias = 1 - group["betas"][1] ** float(state["step"])
-                if p in sparse and "linear" not in state:  # the first one after dense steps
-                    state["linear"] = bool(moment.any())
-                    moment.div_(bias if state["linear"] else 1.0)
-                elif p not in sparse and "linear" in state:  # dense again
-                    moment.mul_(bias if state.pop("linear") else 1.0)
-                if state.get("linear"):
-                    linear.add(p)
-        return linear
-
-    def _mark_unknown(self, parameters: set[Tensor]) -> None:
-        """Parameters that had no dense step go on with torch's own."""
-        new = [s for p in parameters if (s := self.state.get(p)) and "linear" not in s]
-        for state in new:
-            state["linear"] = False
-        if new and len(new) == len(parameters):
+                known[name] = bool(state and state["exp_avg_sq"].any())
+                unknown += [] if known[name] else [name]
+        if unknown and reducer.rank == 0:
             log.warning(
-                "%d parameters have sparse gradients from their first step on, so their second "
-                "moment is not known and they are stepped as by torch's %s: give the algorithm "
-                "warmup_steps, say 100",
-                len(new),
+                "%d parameters have sparse gradients from their first step on (%s), so their "
+                "second moment is not known, and they are stepped as by torch's %s: give the "
+                "algorithm warmup_steps, say 100",
+                len(unknown),
+                ", ".join(sorted(unknown)[:3]),
                 self._torch.__name__,
             )
+        return {p for name, p in named.items() if name in reducer.sparse and known.get(name)}
 
-    def _refresh(self, reducers: _Reducers) -> None:
+    def _refresh(self, reducer: AllReducer, linear: Mapping[str, Tensor]) -> None:
         """Let the second moment follow what is known anew of the ranks' own gradients."""
+        ratios = reducer.notes.setdefault("ratio", {})
+        applied, averaged = reducer.notes.get("clipping", (1.0, 1.0))
+        clipping = applied / averaged if averaged else 1.0
         betas = {p: group["betas"][1] for group in self.param_groups for p in group["params"]}
-        for reducer, named in reducers.items():
-            states = {n: self.state[p] for n, p in named.items() if self.state[p].get("linear")}
-            for name, total in reducer.square_totals.items():
-                state = states.get(name, {"ratio": 0.0})
-                if "ratio" not in state:  # the first round is over: nothing is to change as a whole
-                    sum_now = float(state["exp_avg_sq"].sum(dtype=torch.float64))
-                    state["ratio"] = sum_now / total if total else 0.0
-            for part in reducer.take_squares(states):
-                state = states[part.name]
-                weight = 1 - max(betas[named[part.name]], _HORIZON_BETA) ** part.steps
-                moment = state["exp_avg_sq"]
-                flat = moment.as_strided((moment.numel(),), (1,))
-                here = flat[part.start : part.start + part.values.numel()]
-                new = here.lerp((part.values * state["ratio"]).to(here.dtype), weight)
-                here.copy_(torch.where(torch.isfinite(new), new, here))
+        totals = reducer.square_totals
+        for name in linear.keys() & totals.keys() - ratios.keys():
+            if totals[name] > 0:  # the first round is over: as a whole nothing is to change
+                moment, bias = self._moment(linear[name], betas[linear[name]])
+                ratios[name] = _sum(moment) / bias / (totals[name] * clipping)
+        for part in reducer.take_squares(linear):
+            if part.name not in ratios:
+                continue
+            beta = betas[linear[part.name]]
+            moment, bias = self._moment(linear[part.name], beta)
+            flat = moment.as_strided((moment.numel(),), (1,))
+            here = flat[part.start : part.start + part.values.numel()]
+            new = (part.values * (ratios[part.name] * clipping * bias)).to(here.dtype)
+            new = here.lerp(new, 1 - max(beta, _HORIZON_BETA) ** part.steps)
+            here.copy_(torch.where(torch.isfinite(new), new, here))
+
+    def _moment(self, p: Tensor, beta: float) -> tuple[Tensor, float]:
+        """A parameter's second moment, as its elements lie in memory, and the bias in it."""
+        state = self.state[p]
+        like = torch.empty_like(p)
+        if state["exp_avg_sq"].stride() != like.stride():  # from a checkpoint, say
+            state["exp_avg_sq"] = like.copy_(state["exp_avg_sq"])
+        return state["exp_avg_sq"], 1 - beta ** float(state["step"])
 
     def _step_linearly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """AdamW's step, but that its second moment, free of bias, stays as it is."""
+        if group["amsgrad"]:
+            raise ValueError("amsgrad=True is not supported with sparse gradients")
         states = [self.state[p] for p in parameters]
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
         averages = [state["exp_avg"] for state in states]
         moments = [state["exp_avg_sq"] for state in states]
-        lr, decay, beta = float(group["lr"]), group["weight_decay"], group["betas"][0]
+        lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
+        before = torch.stack([state["step"] for state in states]).tolist()
+        biases = [1 - beta2 ** (step + 1) for step in before]
+        grown = [bias / (1 - beta2**step) for bias, step in zip(biases, before, strict=True)]
+        roots = [math.sqrt(bias) for bias in biases]
         for state in states:
             state["step"] += 1
 
-        least = torch._foreach_div(gradients, _LARGEST)
+        if max(grown) > 1:
+            torch._foreach_mul_(moments, grown)
+        least = torch._foreach_mul(gradients, [root / _LARGEST for root in roots])
         torch._foreach_mul_(least, least)
         torch._foreach_maximum_(moments, least)
         if group["maximize"]:
@@ -178,22 +189,38 @@ class _SparseAdam(Optimizer):
             torch._foreach_mul_(parameters, 1 - lr * decay)
         elif decay:
             gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
-        torch._foreach_lerp_(averages, gradients, 1 - beta)
+        torch._foreach_lerp_(averages, gradients, 1 - beta1)
         divisors = torch._foreach_sqrt(moments)
+        torch._foreach_div_(divisors, roots)
         torch._foreach_add_(divisors, group["eps"])
-        sizes = [-lr / (1 - beta ** float(state["step"])) for state in states]
+        sizes = [-lr / (1 - beta1 ** (step + 1)) for step in before]
         torch._foreach_addcdiv_(parameters, averages, divisors, sizes)
 
 
-def _note_clipping(reducers: _Reducers) -> None:
-    """Squares of the ranks' own gradients are to be as small as clipping makes averages."""
-    for reducer, named in reducers.items():
-        name, norm = reducer.probe
-        gradient = named[name].grad if name in named else None
-        if gradient is not None and norm > 0:
-            factor = float(torch.linalg.vector_norm(gradient)) / norm
-            if math.isfinite(factor):
-                reducer.note_clipping(factor)
+def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:
+    """Keep moving averages of how large an average was, and is now that it is to be applied.
+
+    The ranks' own squares are to be as small as clipping has made the averages.
+    """
+    if reducer.probe is None or reducer.square_interval is None:
+        return
+    name, average = reducer.probe
+    gradient = named[name].grad if name in named else None
+    if gradient is not None:
+        now = [_sum(t.double().square()) for t in (gradient, average)]
+        before = reducer.notes.get("clipping", now)
+        part = 1 / reducer.square_interval
+        reducer.notes["clipping"] = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
+
+
+def _sum(values: Tensor) -> float:
+    """Of values that are not negative. As integers, so that their order makes no difference and
+    all ranks get the same, whatever their number of threads."""
+    largest = float(values.max())
+    if not 0 < largest < math.inf:
+        return 0.0
+    unit = largest / (2**62 // values.numel())
+    return float((values.double() / unit).to(torch.int64).sum()) * unit
 
 
 class Adam(_SparseAdam, torch.optim.Adam):
@@ -210,11 +237,8 @@ class Adam(_SparseAdam, torch.optim.Adam):
         weight_decay: float = 0.0,
         *,
         refresh_interval: int | None = _REFRESH_INTERVAL,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        fused: bool | None = None,
+        **options: Any,
     ) -> None:
-        options = {"foreach": foreach, "maximize": maximize, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, refresh_interval, **options)
 
 
@@ -235,8 +259,7 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
         refresh_interval: sparse steps in which the second moment of every element is brought up to
             date once, a part in each step; costs 4/refresh_interval bytes for an element and
             step, twice, like a dense allreduce. None keeps it as the warm-up left it.
-
-    The others are those of torch.optim.AdamW.
+        options: those of torch.optim.AdamW; not amsgrad, capturable and differentiable.
     """
 
     _torch, _decoupled = torch.optim.AdamW, True
@@ -250,11 +273,8 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         refresh_interval: int | None = _REFRESH_INTERVAL,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        fused: bool | None = None,
+        **options: Any,
     ) -> None:
-        options = {"foreach": foreach, "maximize": maximize, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, refresh_interval, **options)
 
 
@@ -272,14 +292,13 @@ def advise(reducer: AllReducer) -> None:
 def _look(optimizer: Optimizer, *_: Any) -> None:
     """Before every step of any optimizer."""
     sparse = {reducer for reducer in _watched if reducer.sparse}
-    if not sparse:
+    plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+    if not sparse or not plain or isinstance(optimizer, _SparseAdam):
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     found = sparse & {pair[0] for p in parameters if (pair := reducer_of(p))}
     _watched.difference_update(found)
-    plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    ours = isinstance(optimizer, _SparseAdam)
-    if plain and not ours and any(reducer.rank == 0 for reducer in found):
+    if any(reducer.rank == 0 for reducer in found):
         log.warning(
             "torch's %s takes steps that are too small with sparse gradients: what has waited for "
             "many steps looks like one large gradient to its second moment. oktopk.%s is the same "

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .engine import AllReducer, log
 from .handle import Handle
-from .state import TENSORS, redistribute, sharers
+from .state import TENSORS, redistribute, sharers, upgraded
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -134,7 +134,7 @@ def load(
         data = Path(folder) / manifest["data"]
         shared = _read(data, "shared.pt", manifest)
         contents = _contents(data, list(sharers(rank, size, manifest["ranks"])), manifest, strict)
-        states = {old: content["compression"] for old, content in contents.items()}
+        states = {old: upgraded(content["compression"]) for old, content in contents.items()}
         state = _of_rank(states, rank, size, manifest["ranks"])
         if manifest["ranks"] == size and rank in contents:
             own = contents[rank]["own"]
@@ -173,7 +173,8 @@ class DistributedCheckpoint:
         self, handle: Handle | AllReducer, checkpoint_id: str | os.PathLike[str] | None = None
     ) -> None:
         self._reducer = _reducer(handle)
-        self._ranks, self._squared = self._reducer.size, set[str]()
+        self._ranks = self._reducer.size
+        self._squared: set[str] | None = None
         if checkpoint_id is not None:
             self._ranks, self._squared = _saved_parts(checkpoint_id)
 
@@ -182,17 +183,21 @@ class DistributedCheckpoint:
         olds = sharers(self._reducer.rank, self._reducer.size, self._ranks)
         # Tensors of its own for each: what is loaded is written into them.
         states = {f"oktopk-rank-{old}": self._reducer.state_dict() for old in olds}
-        for state in states.values():
-            for name, residual in state["residual"].items():
-                if name in self._squared:
-                    state["squares"][name] = torch.zeros_like(residual, dtype=torch.float32)
+        if self._squared is not None:  # to load: those that are there
+            for state in states.values():
+                state["squares"] = {
+                    name: torch.zeros_like(residual, dtype=torch.float32)
+                    for name, residual in state["residual"].items()
+                    if name in self._squared
+                }
         return {name: _as_leaves(state) for name, state in states.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         states = {}
         for key, leaves in saved.items():
             tensors = {name: leaves.get(name, {}) for name in TENSORS}
-            states[int(key.rpartition("-")[2])] = json.loads(leaves["rest"]) | tensors
+            state = upgraded(json.loads(leaves["rest"]) | tensors)
+            states[int(key.rpartition("-")[2])] = state
         for state in states.values():
             for bucket in state["buckets"]:
                 bucket["boundaries"] = torch.tensor(bucket["boundaries"], dtype=torch.int64)

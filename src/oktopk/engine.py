@@ -12,6 +12,7 @@ all. So an overflow in the last bucket leaves the first one's residual as it was
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import math
@@ -100,9 +101,12 @@ class AllReducer:
         """Parameters without a gradient on any rank in the last step (with `may_be_unused`)."""
         self.sparse: frozenset[str] = frozenset()
         """Parameters whose average was sparse in the last step."""
-        self.probe = "", 0.0
-        """A parameter, and the norm of its average in the last step: to see what is done to it.
-        Only with `square_interval`."""
+        self.probe: tuple[str, Tensor] | None = None
+        """A parameter and a copy of its average in the last step, to see what becomes of it; only
+        with `square_interval`."""
+        self.notes: dict[str, Any] = {}
+        """What an optimizer has to remember of sparse steps: plain values, saved in the state."""
+        self._tracker: Callable[[], object] = lambda: None
         self._moments: Moments | None = None
         self._squares: dict[tuple[str, int], Squares] = {}
         self._worker.run(self._build)
@@ -220,6 +224,8 @@ class AllReducer:
             self._clear()
             self._buckets.clear()
             self._bucket_of.clear()
+            self._squares.clear()
+            self._moments = self.probe = None
 
         self._closed = True
         self._worker.submit(let_go)
@@ -311,15 +317,22 @@ class AllReducer:
         """In how many steps `take_squares` yields every element once; None: never."""
         return None if self._moments is None else self._moments.interval
 
-    @square_interval.setter
-    def square_interval(self, interval: int | None) -> None:
-        """All ranks must set it between the same steps."""
+    def track_squares(self, interval: int | None, owner: object) -> None:
+        """Set `square_interval`. All ranks must do it between the same steps."""
+        if interval == self.square_interval:
+            return
+        other = self._tracker()
+        if other is not None and other is not owner:
+            raise ValueError(
+                f"two optimizers of one model have a refresh_interval of {interval} and of "
+                f"{self.square_interval}: give them the same"
+            )
 
         def change() -> None:
             self._moments = self._new_moments(interval)
 
-        if interval != self.square_interval:
-            self._run(change)
+        self._tracker = weakref.ref(owner)
+        self._run(change)
 
     def _new_moments(self, interval: int | None) -> Moments | None:
         if interval is None:
@@ -330,11 +343,6 @@ class AllReducer:
     def square_totals(self) -> Mapping[str, float]:
         """See `Moments.totals`; empty before the first round is over."""
         return {} if self._moments is None else self._moments.totals
-
-    def note_clipping(self, factor: float) -> None:
-        """What the averages of the last step were multiplied by before they were applied."""
-        if self._moments is not None:
-            self._moments.factor = factor
 
     def take_squares(self, names: Collection[str]) -> list[Squares]:
         """What has become known of the size of these parameters' gradients since the last call."""
@@ -349,7 +357,10 @@ class AllReducer:
         """All that the next step depends on, of this rank: tensors and plain values."""
 
         def take() -> dict[str, Any]:
-            return state.pack(self._buckets, self._algorithm, self._transport, self._moments)
+            kept = {"notes": copy.deepcopy(self.notes), "moments": {}, "squares": {}}
+            if self._moments is not None:
+                kept |= {"moments": self._moments.state_dict(), "squares": self._moments.squares()}
+            return state.pack(self._buckets, self._algorithm, self._transport) | kept
 
         return self._run(take)
 
@@ -364,12 +375,14 @@ class AllReducer:
         """
 
         def put() -> None:
-            state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
-            kept = saved.get("moments", {})  # not in states of format 1
-            interval = kept.get("interval") if self._moments is None else self._moments.interval
+            now = state.upgraded(saved)
+            state.unpack(now, self._buckets, self._algorithm, self._transport, strict)
+            self.notes, self.probe = copy.deepcopy(now["notes"]), None
+            self._squares.clear()
+            interval = self.square_interval or now["moments"].get("interval")
             self._moments = self._new_moments(interval)
-            if self._moments is not None and interval == kept.get("interval"):
-                self._moments.load(kept, saved["squares"])
+            if self._moments is not None and interval == now["moments"].get("interval"):
+                self._moments.load(now["moments"], now["squares"])
 
         self._run(put)
 
@@ -447,6 +460,8 @@ class AllReducer:
         return self._buckets[0].reduce.steps
 
     def _clear(self) -> None:
+        if self._moments is not None:
+            self._moments.settle()
         for bucket in self._buckets:
             bucket.gradients, bucket.step = {}, None
         futures, self._futures = self._futures, []
@@ -507,7 +522,7 @@ class AllReducer:
     def _finish(self) -> None:
         """The end of a step: what is left to reduce, then all or nothing."""
         self._transport.reset()
-        self.unused = frozenset()
+        self.unused, self.probe = frozenset(), None
         missing = [
             slot.name
             for bucket in self._buckets
@@ -532,12 +547,7 @@ class AllReducer:
                 bucket.reduce.commit(step)
                 bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
             self._give_back_unused(steps)
-            if self._moments is not None and self.sparse:
-                known = self._moments.advance()
-                self._squares |= {(part.name, part.start): part for part in known}
-                # Of the small parameters, which are dense, if there are any: the last bucket.
-                name, average = next(iter(self._buckets[-1].gradients.items()))
-                self.probe = name, float(torch.linalg.vector_norm(average)) / self._scale()
+            self._look_at_sizes()
         elif self._scaler is not None or self.options.nonfinite == "skip":
             fill = 0.0 if self._scaler is None else math.nan
             for bucket, step in steps:
@@ -545,6 +555,20 @@ class AllReducer:
         else:
             self._blame(steps)
         self._report()
+
+    def _look_at_sizes(self) -> None:
+        """For an optimizer that wants to know how large gradients are."""
+        if self._moments is None or self._buckets[0].dense:
+            return
+        if self.sparse:
+            known = self._moments.advance(self.unused)
+            self._squares |= {(part.name, part.start): part for part in known}
+        elif self._moments.begun:  # dense again
+            self._moments = self._new_moments(self._moments.interval)
+        compressed = [slot for bucket in self._buckets if not bucket.dense for slot in bucket.slots]
+        smallest = min(compressed, key=lambda slot: slot.numel).name
+        average = self._bucket_of[smallest].gradients[smallest]
+        self.probe = smallest, average / self._scale()
 
     def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
         """Where no rank had a gradient, nobody applies an average: it goes on waiting."""

@@ -7,7 +7,7 @@ step one slice of the elements, 1/interval of them, is averaged over ranks and b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,106 +26,138 @@ class Squares:
     start: int
     """Where the part begins, in the order in which the parameter's elements lie in memory."""
     values: Tensor
-    """Of each element, the mean over ranks and steps; NaN or Inf where a gradient was."""
-    steps: int
-    """How many steps this is a mean of."""
+    """Of each element, the mean over ranks and steps."""
+    steps: float
+    """How many steps with a gradient this is a mean of."""
 
 
 class Moments:
     """Sums of squares of one rank, and whose turn it is to be averaged over ranks.
 
     The first round of `interval` steps ends with `totals`, to compare all that follows with;
-    slices have their turns from the second round on.
+    slices have their turns from the second round on. After a step that was not taken, with an
+    overflow, say, all sums begin anew: nobody knows what is in them.
     """
 
     def __init__(self, buckets: Sequence[Bucket], interval: int, transport: Transport) -> None:
         self.interval = interval
-        self._transport = transport
-        self._sums = {
-            bucket: torch.zeros(bucket.reduce.numel, device=transport.device)
-            for bucket in buckets
-            if not bucket.dense
-        }
-        self._steps = 0
-        self.factor = 1.0
-        """What gradients are multiplied by besides: what clipping after the average does to it."""
         self.totals: dict[str, float] = {}
         """For each parameter, the sum of its elements' mean squares in the first round."""
+        self._buckets = [bucket for bucket in buckets if not bucket.dense]
+        self._transport = transport
+        self._sums: list[Tensor] = []
+        self._steps = 0
+        """Steps that are in the sums, if their turn has not come since."""
+        self._turns = 0
+        """Steps since the first round."""
+        self._used = {slot.name: 0 for bucket in self._buckets for slot in bucket.slots}
+        """Of the steps in the sums, those in which some rank had a gradient."""
+        self._pending = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything in it."""
+        return bool(self._sums)
 
     def observe(self, bucket: Bucket, factor: float) -> None:
-        """Add the squares of a bucket's gradients, times `factor` each, before they are reduced.
-
-        A NaN or Inf stays in the sums until their next turn. The step that had it is skipped.
-        """
-        for slot, sums in bucket.flat_pieces(self._sums[bucket]):
+        """Add the squares of a bucket's gradients, times `factor` each, before they are reduced."""
+        if not self._sums:
+            device = self._transport.device
+            self._sums = [torch.zeros(b.reduce.numel, device=device) for b in self._buckets]
+        self._pending = True
+        for slot, sums in bucket.flat_pieces(self._sums[self._buckets.index(bucket)]):
             gradient = bucket.gradients[slot.name].float()
-            sums.addcmul_(gradient, gradient, value=(self.factor * factor) ** 2)
+            sums.addcmul_(gradient, gradient, value=factor * factor)
 
-    def advance(self) -> list[Squares]:
-        """The end of a sparse step, collective: what is known anew."""
+    def advance(self, unused: Collection[str]) -> list[Squares]:
+        """The step was taken, collective: what is known anew.
+
+        Args:
+            unused: parameters that had no gradient on any rank.
+        """
+        self._pending = False
         self._steps += 1
-        turn = self._steps - self.interval
-        if turn == 0:
+        for name in self._used:
+            self._used[name] += name not in unused
+        if self.totals:
+            self._turns += 1
+            return self._average(self._turns - 1)
+        if self._steps == self.interval:
             self._share_totals()
-        return self._average(turn - 1) if turn > 0 else []
+        return []
+
+    def settle(self) -> None:
+        """The step has ended; if it was not taken, begin anew."""
+        if self._pending:
+            self._pending, self._steps = False, 0
+            self._used = dict.fromkeys(self._used, 0)
+            for sums in self._sums:
+                sums.zero_()
 
     def _share_totals(self) -> None:
-        names, totals = [], []
-        for bucket, sums in self._sums.items():
-            for slot, part in bucket.flat_pieces(sums):
-                names.append(slot.name)
-                totals.append(part[torch.isfinite(part)].sum(dtype=torch.float64))
-        means = torch.stack(totals) / (self.interval * self._transport.size)
+        parts = list(self._parts())
+        means = torch.stack([part.sum(dtype=torch.float64) for _, part in parts])
+        means /= self._transport.size
         self._transport.all_reduce(means)
-        self.totals = dict(zip(names, means.tolist(), strict=True))
+        for (slot, _), mean in zip(parts, means.tolist(), strict=True):
+            self.totals[slot.name] = mean / max(1, self._used[slot.name])
 
     def _average(self, turn: int) -> list[Squares]:
         """The mean squares of one slice; its sums begin anew."""
-        steps = self.interval if turn >= self.interval else self.interval + turn + 1
+        in_sums = self._steps if turn < self.interval else min(self._steps, self.interval)
         parts = list(self._slice(turn % self.interval))
         if not parts:  # fewer elements than steps in a round
             return []
-        means = torch.cat([part for _, _, part in parts]) / (steps * self._transport.size)
+        means = torch.cat([part for _, _, part in parts]) / self._transport.size
         self._transport.all_reduce(means)
+        sizes = [part.numel() for _, _, part in parts]
         found = []
-        for (slot, start, part), values in zip(
-            parts, means.split([part.numel() for _, _, part in parts]), strict=True
-        ):
+        for (slot, start, part), values in zip(parts, means.split(sizes), strict=True):
             part.zero_()
-            found.append(Squares(slot.name, start, values, steps))
+            steps = in_sums * self._used[slot.name] / self._steps
+            if steps:
+                found.append(Squares(slot.name, start, values / steps, steps))
         return found
+
+    def _parts(self) -> Iterator[tuple[Slot, Tensor]]:
+        for bucket, sums in zip(self._buckets, self._sums, strict=True):
+            yield from bucket.flat_pieces(sums)
 
     def _slice(self, turn: int) -> Iterator[tuple[Slot, int, Tensor]]:
         """The sums whose turn it is: parameter, where in it they begin, and they."""
-        total = sum(sums.numel() for sums in self._sums.values())
+        total = sum(sums.numel() for sums in self._sums)
         begin, end = (total * i // self.interval for i in (turn, turn + 1))
-        for bucket, sums in self._sums.items():
-            for slot, part in bucket.flat_pieces(sums):
-                start, stop = max(begin, 0), min(end, slot.numel)
-                if start < stop:
-                    yield slot, start, part[start:stop]
-                begin, end = begin - slot.numel, end - slot.numel
+        for slot, part in self._parts():
+            start, stop = max(begin, 0), min(end, slot.numel)
+            if start < stop:
+                yield slot, start, part[start:stop]
+            begin, end = begin - slot.numel, end - slot.numel
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; the sums are in `squares`."""
         return {
             "interval": self.interval,
             "steps": self._steps,
-            "factor": self.factor,
+            "turns": self._turns,
+            "used": dict(self._used),
             "totals": dict(self.totals),
         }
 
     def squares(self) -> dict[str, Tensor]:
         """This rank's sums by parameter, in their shapes."""
-        pairs = (pair for bucket, sums in self._sums.items() for pair in bucket.pieces(sums))
-        return {slot.name: part.clone() for slot, part in pairs}
+        if not self._sums:
+            return {}
+        return {slot.name: slot.shaped(part).clone() for slot, part in self._parts()}
 
     def load(self, saved: Mapping[str, Any], squares: Mapping[str, Tensor]) -> None:
         """Continue where a state was taken: once, before anything else."""
-        self._steps, self.factor = saved["steps"], saved["factor"]
+        self._steps, self._turns = saved["steps"], saved["turns"]
+        self._used |= {name: used for name, used in saved["used"].items() if name in self._used}
         self.totals = dict(saved["totals"])
-        for bucket, sums in self._sums.items():
-            for slot, part in bucket.pieces(sums):
+        if squares:
+            device = self._transport.device
+            self._sums = [torch.zeros(b.reduce.numel, device=device) for b in self._buckets]
+            for slot, part in self._parts():
                 kept = squares.get(slot.name)
-                if kept is not None and kept.shape == part.shape:
-                    part.copy_(kept)
+                if kept is not None and kept.shape == slot.size:
+                    slot.shaped(part).copy_(kept)

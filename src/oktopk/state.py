@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .algorithms import Algorithm
 from .buckets import Bucket
-from .moments import Moments
 from .transport import Transport
 
 log = logging.getLogger("oktopk")
@@ -37,6 +36,7 @@ _KEYS = {
     "velocity",
     "squares",
     "moments",
+    "notes",
     "buckets",
 }
 _CHUNK = 1 << 20
@@ -46,13 +46,8 @@ class ReplicaError(RuntimeError):
     """Ranks no longer hold the same parameters."""
 
 
-def pack(
-    buckets: Sequence[Bucket],
-    algorithm: Algorithm,
-    transport: Transport,
-    moments: Moments | None,
-) -> dict[str, Any]:
-    """The state of one rank."""
+def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) -> dict[str, Any]:
+    """The state of one rank, but for what belongs to its optimizer."""
     residuals: dict[str, Tensor] = {}
     velocities: dict[str, Tensor] = {}
     thresholds = []
@@ -72,10 +67,14 @@ def pack(
         "momentum": buckets[0].reduce.momentum,
         "residual": residuals,
         "velocity": velocities,
-        "squares": {} if moments is None else moments.squares(),
-        "moments": {} if moments is None else moments.state_dict(),
         "buckets": thresholds,
     }
+
+
+def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as this version writes it. Format 1 knew nothing of squares."""
+    new = {"format": _FORMAT, "squares": {}, "moments": {}, "notes": {}}
+    return dict(saved) | (new if saved.get("format") == 1 else {})
 
 
 def unpack(
@@ -128,7 +127,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
     def mean(name: str) -> dict[str, Tensor]:
         means: dict[str, Tensor] = {}
         for old in states:
-            for key, value in old.get(name, {}).items():
+            for key, value in old[name].items():
                 part = value * shares.get(old["rank"], 0.0)
                 means[key] = means[key].add_(part) if key in means else part
         return means
@@ -169,12 +168,12 @@ def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(saved: Mapping[str, Any], transport: Transport) -> str | None:
     """Why a state cannot be loaded at all."""
-    if set(saved) != _KEYS - ({"squares", "moments"} if saved.get("format") == 1 else set()):
+    if set(saved) != _KEYS:
         return (
             f"this is not the state of a compressed model: it has {sorted(saved)}, but must have "
             f"{sorted(_KEYS)}"
         )
-    if saved["format"] not in (1, _FORMAT):
+    if saved["format"] != _FORMAT:
         return f"the state has format {saved['format']}, this version of oktopk reads 1 and 2"
     if saved["size"] != transport.size:
         return (
