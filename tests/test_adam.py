@@ -154,11 +154,10 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
             assert 0 < gradient.count_nonzero() < gradient.numel()
             raised += int(((gradient / 5) ** 2 > square[name]).sum())
             square[name] = torch.maximum(square[name], (gradient.double() / 5) ** 2)
-            mean[name] = BETAS[0] * mean[name] + (1 - BETAS[0]) * gradient
-            correction = 1 - BETAS[0] ** (step + 1)
+            mean[name] = 0.5 * mean[name] + 0.5 * gradient
             divisor = square[name].sqrt() + 1e-8
             weights[name] = weights[name] * (1 - 0.01 * 0.01)
-            weights[name] = weights[name] - 0.01 * mean[name] / correction / divisor
+            weights[name] = weights[name] - 0.01 * mean[name] / divisor
             torch.testing.assert_close(named[name].double(), weights[name], rtol=1e-4, atol=1e-6)
             biased = square[name] * (1 - BETAS[1] ** (step + 1))  # as torch keeps it
             torch.testing.assert_close(
@@ -502,7 +501,8 @@ class Alone:
 
     def moment(self, p: Tensor) -> Tensor:
         state: dict[str, Tensor] = self.inner.state[p]
-        return state["exp_avg_sq"] / (1 - BETAS[1] ** float(state["step"]))
+        bias: float = 1 - BETAS[1] ** float(state["step"])
+        return state["exp_avg_sq"] / bias
 
 
 class Forked(nn.Module):

@@ -24,6 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .engine import AllReducer, log, reducer_of
 
 _REFRESH_INTERVAL = 256
+_SPARSE_BETA1 = 0.5
+"""Momentum of sparse steps. What arrives is the mean of many steps already; to spread it over ten
+more makes it only later."""
 _HORIZON_BETA = 0.999
 """The second moment follows no faster than a moving average with this factor a step: what divides
 without looking at the gradient must not be noisy."""
@@ -170,7 +173,8 @@ class _SparseAdam(Optimizer):
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
         averages = [state["exp_avg"] for state in states]
         moments = [state["exp_avg_sq"] for state in states]
-        lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
+        lr, decay, beta2 = float(group["lr"]), group["weight_decay"], group["betas"][1]
+        beta1 = min(group["betas"][0], _SPARSE_BETA1)
         before = torch.stack([state["step"] for state in states]).tolist()
         biases = [1 - beta2 ** (step + 1) for step in before]
         grown = [bias / (1 - beta2**step) for bias, step in zip(biases, before, strict=True)]
@@ -193,8 +197,7 @@ class _SparseAdam(Optimizer):
         divisors = torch._foreach_sqrt(moments)
         torch._foreach_div_(divisors, roots)
         torch._foreach_add_(divisors, group["eps"])
-        sizes = [-lr / (1 - beta1 ** (step + 1)) for step in before]
-        torch._foreach_addcdiv_(parameters, averages, divisors, sizes)
+        torch._foreach_addcdiv_(parameters, averages, divisors, -lr)
 
 
 def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:

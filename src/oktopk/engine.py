@@ -52,6 +52,12 @@ def reducer_of(parameter: Tensor) -> tuple[AllReducer, str] | None:
     return None if reducer is None or reducer._closed else (reducer, name)
 
 
+def _keep_for_this_stream(tensor: Tensor) -> None:
+    """The communication thread's stream must not reuse the memory before this one is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class AllReducer:
     """Averages gradients on the communication thread; see the module's first lines.
 
@@ -101,9 +107,7 @@ class AllReducer:
         """Parameters without a gradient on any rank in the last step (with `may_be_unused`)."""
         self.sparse: frozenset[str] = frozenset()
         """Parameters whose average was sparse in the last step."""
-        self.probe: tuple[str, Tensor] | None = None
-        """A parameter and a copy of its average in the last step, to see what becomes of it; only
-        with `square_interval`."""
+        self._probe: tuple[str, Tensor] | None = None
         self.notes: dict[str, Any] = {}
         """What an optimizer has to remember of sparse steps: plain values, saved in the state."""
         self._tracker: Callable[[], object] = lambda: None
@@ -225,7 +229,7 @@ class AllReducer:
             self._buckets.clear()
             self._bucket_of.clear()
             self._squares.clear()
-            self._moments = self.probe = None
+            self._moments = self._probe = None
 
         self._closed = True
         self._worker.submit(let_go)
@@ -344,10 +348,21 @@ class AllReducer:
         """See `Moments.totals`; empty before the first round is over."""
         return {} if self._moments is None else self._moments.totals
 
+    @property
+    def probe(self) -> tuple[str, Tensor] | None:
+        """A parameter and a copy of its average in the last step, to see what becomes of it; only
+        with `square_interval`."""
+        if self._probe is not None:
+            _keep_for_this_stream(self._probe[1])
+        return self._probe
+
     def take_squares(self, names: Collection[str]) -> list[Squares]:
         """What has become known of the size of these parameters' gradients since the last call."""
-        found = [key for key in self._squares if key[0] in names]
-        return [self._squares.pop(key) for key in found]
+        keys = [key for key in self._squares if key[0] in names]
+        found = [self._squares.pop(key) for key in keys]
+        for part in found:
+            _keep_for_this_stream(part.values)
+        return found
 
     def stats(self) -> Summary:
         """Totals and means so far."""
@@ -377,7 +392,7 @@ class AllReducer:
         def put() -> None:
             now = state.upgraded(saved)
             state.unpack(now, self._buckets, self._algorithm, self._transport, strict)
-            self.notes, self.probe = copy.deepcopy(now["notes"]), None
+            self.notes, self._probe = copy.deepcopy(now["notes"]), None
             self._squares.clear()
             interval = self.square_interval or now["moments"].get("interval")
             self._moments = self._new_moments(interval)
@@ -522,7 +537,7 @@ class AllReducer:
     def _finish(self) -> None:
         """The end of a step: what is left to reduce, then all or nothing."""
         self._transport.reset()
-        self.unused, self.probe = frozenset(), None
+        self.unused, self._probe = frozenset(), None
         missing = [
             slot.name
             for bucket in self._buckets
@@ -568,7 +583,7 @@ class AllReducer:
         compressed = [slot for bucket in self._buckets if not bucket.dense for slot in bucket.slots]
         smallest = min(compressed, key=lambda slot: slot.numel).name
         average = self._bucket_of[smallest].gradients[smallest]
-        self.probe = smallest, average / self._scale()
+        self._probe = smallest, average / self._scale()
 
     def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
         """Where no rank had a gradient, nobody applies an average: it goes on waiting."""
