@@ -120,6 +120,7 @@ def test_redistribution_conserves(old: int, new: int, seed: int) -> None:
             "step": 3,
             "residual": {"w": torch.randn(7, generator=random, dtype=torch.float64)},
             "velocity": {},
+            "squares": {},
         }
         for rank in range(old)
     ]

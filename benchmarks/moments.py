@@ -1,6 +1,6 @@
-"""Where Adam's second moment should come from when gradients are sparse.
+"""Which moments Adam should have when gradients are sparse.
 
-    python benchmarks/second_moment.py --text wikitext2/train.txt
+    python benchmarks/moments.py --text wikitext2/train.txt
 
 Trains a small network to write on, byte by byte, in DDP on local ranks over loopback: once for
 each variant and seed, from the same weights and with the same batches. Gradients are clipped after
@@ -19,7 +19,8 @@ variants
   every N     the same, but refreshed from the ranks' own gradients every N steps
   fast        every 64 steps, following as fast as beta2 says, not slowed down
   unclipped   every 64 steps, from gradients as they are before clipping
-  momentum    frozen, momentum kept by each rank before compression, as DGC does
+  beta1 B     every 256 steps, momentum of the sparse average with this beta1 instead of 0.5
+  local       every 256 steps, momentum kept by each rank before compression, as DGC does
   warm N      frozen after N dense steps
   at D        every 256 steps, density D
 """
@@ -66,7 +67,10 @@ class Variant:
     """torch's AdamW instead of ours."""
     fast: bool = False
     unclipped: bool = False
-    momentum: bool = False
+    beta1: float = 0.5
+    """Of sparse steps."""
+    local: bool = False
+    """Momentum before compression."""
 
 
 VARIANTS = {
@@ -78,7 +82,9 @@ VARIANTS = {
     "every 256": Variant(refresh=256),
     "fast": Variant(refresh=64, fast=True),
     "unclipped": Variant(refresh=64, unclipped=True),
-    "momentum": Variant(momentum=True),
+    "beta1 0.9": Variant(refresh=256, beta1=0.9),
+    "beta1 0": Variant(refresh=256, beta1=0.0),
+    "local": Variant(refresh=256, local=True),
     "warm 25": Variant(warmup=25),
     "warm 400": Variant(warmup=400),
     "at 1 %": Variant(density=0.01, refresh=256),
@@ -93,7 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, help="file to learn from (Python's own library)")
-    parser.add_argument("--steps", type=positive, default=1500, help="of each run (1500)")
+    parser.add_argument("--steps", type=positive, default=600, help="of each run (600)")
     parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(1)")
     parser.add_argument(
@@ -170,14 +176,14 @@ def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, fl
     algorithm: oktopk.Algorithm = oktopk.OkTopk(variant.density, variant.warmup)
     if variant.density == 1:
         algorithm = oktopk.Dense()
-    beta1 = 0.0 if variant.momentum else BETAS[0]
-    momentum = BETAS[0] if variant.momentum else 0.0
+    beta1, momentum = (0.0, BETAS[0]) if variant.local else (BETAS[0], 0.0)
     handle = oktopk.attach(model, algorithm, dense_below=1024, momentum=momentum)
     sent: list[int] = []
     handle.subscribe(lambda stats: sent.append(stats.bytes_sent))
     kind: Any = torch.optim.AdamW if variant.torch else oktopk.AdamW
     own = {} if variant.torch else {"refresh_interval": variant.refresh}
     optimizer = kind(model.parameters(), lr=LR, betas=(beta1, BETAS[1]), **own)
+    oktopk.adam._SPARSE_BETA1 = variant.beta1
     oktopk.adam._HORIZON_BETA = 0.0 if variant.fast else 0.999
     oktopk.adam._note_clipping = ignore_clipping if variant.unclipped else NOTE_CLIPPING
 
