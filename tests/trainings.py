@@ -28,7 +28,6 @@ TINY: dict[str, Any] = {
     "depth": 1,
     "batch_size": 2,
     "dense_below": 100,
-    "refresh_interval": 2,
     "tensorboard": False,
 }
 
@@ -75,7 +74,7 @@ def stopped_and_resumed() -> dict[str, bool]:
     """Ten steps at once, and ten with breaks in the middle of an epoch and at its end."""
 
     def run(name: str, steps: int, resume: str = "") -> Trainer:
-        values = {"schedule": "anneal", "warmup_steps": 3, "density": 0.05}
+        values = {"schedule": "anneal", "warmup_steps": 3, "density": 0.05, "refresh_interval": 2}
         return train(name, max_steps=steps, resume=resume, **values)
 
     whole = run("whole", 10)
