@@ -86,7 +86,7 @@ VARIANTS = {
     "beta1 0": Variant(refresh=256, beta1=0.0),
     "local": Variant(refresh=256, local=True),
     "warm 25": Variant(warmup=25),
-    "warm 400": Variant(warmup=400),
+    "warm 200": Variant(warmup=200),
     "at 1 %": Variant(density=0.01, refresh=256),
     "torch at 1 %": Variant(density=0.01, torch=True),
     "at 0.5 %": Variant(density=0.005, refresh=256),
@@ -99,7 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, help="file to learn from (Python's own library)")
-    parser.add_argument("--steps", type=positive, default=600, help="of each run (600)")
+    parser.add_argument("--steps", type=positive, default=500, help="of each run (500)")
     parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(1)")
     parser.add_argument(
