@@ -139,7 +139,7 @@ class _SparseAdam(Optimizer):
         """Let the second moment follow what is known anew of the ranks' own gradients."""
         ratios = reducer.notes.setdefault("ratio", {})
         applied, averaged = reducer.notes.get("clipping", (1.0, 1.0))
-        clipping = applied / averaged if averaged else 1.0
+        clipping = applied / averaged if applied and averaged else 1.0
         betas = {p: group["betas"][1] for group in self.param_groups for p in group["params"]}
         totals = reducer.square_totals
         for name in linear.keys() & totals.keys() - ratios.keys():
