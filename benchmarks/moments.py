@@ -14,13 +14,14 @@ columns
 
 variants
   dense       every gradient is averaged whole
-  torch       Ok-Topk, torch's AdamW on the sparse average
+  torch       Ok-Topk, torch's AdamW on the sparse average; also with a beta1 of 0.5 throughout
   frozen      Ok-Topk, oktopk.AdamW: second moment as the warm-up left it
   every N     the same, but refreshed from the ranks' own gradients every N steps
   fast        every 64 steps, following as fast as beta2 says, not slowed down
   unclipped   every 64 steps, from gradients as they are before clipping
   beta1 B     every 256 steps, momentum of the sparse average with this beta1 instead of 0.5
-  local       every 256 steps, momentum kept by each rank before compression, as DGC does
+  local       every 256 steps, momentum kept by each rank before compression, as DGC does; the
+              learning rate is not tuned for it
   warm N      frozen after N dense steps
   at D        every 256 steps, density D
 """
@@ -65,6 +66,8 @@ class Variant:
     refresh: int | None = None
     torch: bool = False
     """torch's AdamW instead of ours."""
+    torch_beta1: float = BETAS[0]
+    """Of torch's AdamW, in dense steps too."""
     fast: bool = False
     unclipped: bool = False
     beta1: float = 0.5
@@ -76,6 +79,7 @@ class Variant:
 VARIANTS = {
     "dense": Variant(density=1.0, torch=True),
     "torch": Variant(torch=True),
+    "torch beta1 0.5": Variant(torch=True, torch_beta1=0.5),
     "frozen": Variant(),
     "every 16": Variant(refresh=16),
     "every 64": Variant(refresh=64),
@@ -176,7 +180,7 @@ def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, fl
     algorithm: oktopk.Algorithm = oktopk.OkTopk(variant.density, variant.warmup)
     if variant.density == 1:
         algorithm = oktopk.Dense()
-    beta1, momentum = (0.0, BETAS[0]) if variant.local else (BETAS[0], 0.0)
+    beta1, momentum = (0.0, BETAS[0]) if variant.local else (variant.torch_beta1, 0.0)
     handle = oktopk.attach(model, algorithm, dense_below=1024, momentum=momentum)
     sent: list[int] = []
     handle.subscribe(lambda stats: sent.append(stats.bytes_sent))
