@@ -11,6 +11,7 @@ same command goes on where it was stopped; what was under way then must be remov
 variants
   dense        dense AdamW
   torch-2      Ok-Topk with a density of 2 %, torch's AdamW
+  torch-2-b5   the same with beta1 0.5, which is what oktopk.AdamW takes for sparse averages
   adamw-2      Ok-Topk 2 %, oktopk.AdamW
   adamw-1      Ok-Topk 1 %, oktopk.AdamW
   adamw-05     Ok-Topk 0.5 %, oktopk.AdamW
@@ -55,6 +56,11 @@ VARIANTS = {
     "dense": Variant("dense AdamW", "--compression false", "#000000"),
     "torch-2": Variant(
         "Ok-Topk 2 %, torch's AdamW", "--optimizer torch-adamw --density 0.02", "#D55E00"
+    ),
+    "torch-2-b5": Variant(
+        "Ok-Topk 2 %, torch's AdamW, beta1 0.5",
+        "--optimizer torch-adamw --momentum 0.5 --density 0.02",
+        "#E69F00",
     ),
     "adamw-2": Variant("Ok-Topk 2 %, oktopk.AdamW", "--optimizer adamw --density 0.02", "#0072B2"),
     "adamw-1": Variant("Ok-Topk 1 %, oktopk.AdamW", "--optimizer adamw --density 0.01", "#56B4E9"),

@@ -202,9 +202,9 @@ def test_nan_and_inf(ranks: Ranks, name: str, mode: str, size: int) -> None:
                 assert 'nonfinite="skip"' in said
 
 
-def sums_overflow(rank: Rank, name: str, in_place: bool) -> str:
+def sums_overflow(rank: Rank, algorithm: oktopk.Algorithm, in_place: bool) -> str:
     """Finite gradients whose sum is not, or a NaN that the result overwrites."""
-    reduce = oktopk.SparseAllreduce(oktopk.algorithm(name, density=0.2), 10, rank.group)
+    reduce = oktopk.SparseAllreduce(algorithm, 10, rank.group)
     gradient = torch.ones(10)
     gradient[3] = 3e38
     if in_place and rank.rank == 1:
@@ -216,11 +216,15 @@ def sums_overflow(rank: Rank, name: str, in_place: bool) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_sums_that_overflow(ranks: Ranks, name: str) -> None:
-    for message in ranks.run(2, sums_overflow, name, False):
+@pytest.mark.parametrize("wire", ["plain", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", [*NAMES, "fixed"])
+def test_sums_that_overflow(ranks: Ranks, name: str, wire: str) -> None:
+    algorithm: oktopk.Algorithm = oktopk.OkTopk(0.2, capacity=1.5, wire=wire)
+    if name != "fixed":
+        algorithm = oktopk.algorithm(name, density=0.2, wire=wire)
+    for message in ranks.run(2, sums_overflow, algorithm, False):
         assert "in a sum over ranks" in message
-    for message in ranks.run(2, sums_overflow, name, True):
+    for message in ranks.run(2, sums_overflow, algorithm, True):
         assert "gradient of rank 0" not in message
 
 

@@ -7,6 +7,7 @@ checks what comes in, and commits a step only when all of it has succeeded.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -177,13 +178,15 @@ class SparseAllreduce:
             dataclasses.replace(self._state),
             self._transport,
             self._buffers,
+            algorithm.wire,
             factor,
             Momentum(self.momentum, self._velocity) if self.momentum else None,
         )
         reduced = step.reduced = algorithm.reduce(step)
         if isinstance(reduced, Entries):
             # Finite values may have sums that are not: the same on every rank.
-            step.finite = step.finite and bool(torch.isfinite(reduced.values).all())
+            largest = float(reduced.values.abs().max()) if len(reduced) else 0.0
+            step.finite = step.finite and math.isfinite(largest)
         if step.finite:
             with step.time("apply"):
                 if isinstance(reduced, Entries):
@@ -205,7 +208,8 @@ class SparseAllreduce:
             indices = sums.indices[start:end]
             if here.start:
                 indices = indices - here.start
-            part.zero_()
+            if not step.erased:
+                part.zero_()
             if averages.dtype == sums.values.dtype:
                 step.kernels.add_at(part, indices, averages[start:end])
             else:
@@ -309,6 +313,7 @@ class SparseAllreduce:
             local_threshold=step.local_threshold if step.finite else 0.0,
             global_threshold=step.global_threshold if step.finite else 0.0,
             skipped=not step.finite,
+            overflow=step.overflow,
         )
 
     def state_dict(self) -> dict[str, Any]:

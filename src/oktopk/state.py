@@ -95,7 +95,7 @@ def unpack(
     for difference in differences:
         log.warning("checkpoint: %s; the rest is taken", difference)
     thresholds = {tuple(own["parameters"]): own for own in saved["buckets"]}
-    if saved["algorithm"] != describe(algorithm):
+    if _changed(saved["algorithm"], algorithm):
         thresholds = {}
     for bucket in buckets:
         own = bucket.reduce.state_dict()
@@ -153,6 +153,16 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
     return {"name": type(algorithm).__name__} | knobs
 
 
+def _changed(theirs: Mapping[str, Any], algorithm: Algorithm) -> list[str]:
+    """What another algorithm has other values of; a knob that is newer than it does not count."""
+    mine = describe(algorithm)
+    return [
+        f"{knob}={value!r} in the state, {mine.get(knob)!r} here"
+        for knob, value in theirs.items()
+        if value != mine.get(knob)
+    ]
+
+
 def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
     """For a bucket that starts without thresholds and regions."""
     return {
@@ -205,13 +215,8 @@ def _differences(
         shapes = f"{tuple(there[name])} in the state, {tuple(here[name])} here"
         found.append(f"another model: {len(other)} parameters have another shape ({name}: {shapes}")
         found[-1] += ")"
-    mine, theirs = describe(algorithm), saved["algorithm"]
-    if mine != theirs:
-        changed = [
-            f"{knob}={theirs.get(knob)!r} in the state, {mine.get(knob)!r} here"
-            for knob in {**theirs, **mine}
-            if theirs.get(knob) != mine.get(knob)
-        ]
+    changed = _changed(saved["algorithm"], algorithm)
+    if changed:
         found.append(f"another algorithm ({', '.join(changed)})")
     if saved["momentum"] != buckets[0].reduce.momentum:
         momentum = buckets[0].reduce.momentum

@@ -39,6 +39,8 @@ class StepStats:
     """Magnitude that all applied sums over ranks reach; 0 where there is no such limit."""
     skipped: bool = False
     """True if some rank had a NaN or Inf and the step was skipped (`nonfinite="skip"`)."""
+    overflow: int = 0
+    """Entries this rank held back because messages of fixed size had no room for them."""
 
     @property
     def density(self) -> float:
@@ -107,6 +109,7 @@ def together(parts: Sequence[StepStats]) -> StepStats:
         local_threshold=min((part.local_threshold for part in sparse), default=0.0),
         global_threshold=min((part.global_threshold for part in sparse), default=0.0),
         skipped=first.skipped,
+        overflow=total("overflow"),
     )
 
 
@@ -124,6 +127,8 @@ class Totals:
     asked: int = 0
     """Entries that should have been applied."""
     applied: int = 0
+    overflow: int = 0
+    """Entries held back because messages of fixed size had no room for them."""
     bytes_sent: int = 0
     bytes_received: int = 0
     messages: int = 0
@@ -136,6 +141,7 @@ class Totals:
         self.elements += stats.numel
         self.asked += stats.target
         self.applied += stats.selected_global
+        self.overflow += stats.overflow
         self.bytes_sent += stats.bytes_sent
         self.bytes_received += stats.bytes_received
         self.messages += stats.messages

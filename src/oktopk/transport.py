@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -106,7 +106,12 @@ class Transport:
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
         if self.place is None:
             return traded
-        elsewhere = [str(rank) for rank, row in enumerate(traded) if row[-1] != self.place]
+        self.check_places([row[-1] for row in traded])
+        return [row[:-1] for row in traded]
+
+    def check_places(self, places: Sequence[int]) -> None:
+        """Fail if a rank is not where this one is; see `place`."""
+        elsewhere = [str(rank) for rank, place in enumerate(places) if place != self.place]
         if elsewhere:
             raise PeerError(
                 f"rank {self.rank} of {self.size}: rank {', '.join(elsewhere)} is at another place "
@@ -115,7 +120,6 @@ class Transport:
                 "not one with other settings of its optimizer; if a backward failed on some ranks "
                 "only, restart all from the last checkpoint"
             )
-        return [row[:-1] for row in traded]
 
     def meet(self) -> None:
         """Make sure that all ranks are at the same place, where nothing is traded anyway."""
@@ -205,12 +209,16 @@ class Transport:
         return arrivals()
 
     def send(self, message: Tensor, target: int) -> None:
-        """One message to one rank, which must receive it."""
-        self._start(message, target, message[:0], target).wait()
+        """One message to one rank, which must receive it. Its size goes ahead."""
+        size = torch.tensor([message.numel()]).view(torch.uint8).to(self.device)
+        for part in (size, message):
+            self._start(part, target, part[:0], target).wait()
 
-    def receive(self, nbytes: int, source: int) -> Tensor:
-        """One message of a known size from one rank."""
-        message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def receive(self, source: int) -> Tensor:
+        """One message from one rank."""
+        size = torch.empty(8, dtype=torch.uint8, device=self.device)
+        self._start(size[:0], source, size, source).wait()
+        message = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=self.device)
         self._start(message[:0], source, message, source).wait()
         return message
 

@@ -19,8 +19,8 @@ from ..kernels import for_device
 from ..kernels.reference import index_dtype
 from ..select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
 from ..stats import Stopwatch
-from ..transport import Transport
-from ..wire import Entries, Wire, concatenate
+from ..transport import PeerError, Transport
+from ..wire import FORMATS, DamagedMessageError, Entries, Wire, concatenate
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Algorithm(ABC):
     ramp: tuple[float, ...] = field(default=(), kw_only=True)
     """Densities to pass through after the warm-up, such as (0.25, 0.06), `ramp_steps` each."""
     ramp_steps: int = field(default=64, kw_only=True)
+    wire: str = field(default="bfloat16", kw_only=True)
+    """How entries travel: plain, float32, bfloat16, float16 or int8; see wire.py."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ramp", tuple(self.ramp))
@@ -43,6 +45,8 @@ class Algorithm(ABC):
                     f"density is {density!r}, but must be above 0 and at most 1: "
                     "0.02 applies 2 % of the elements in each step"
                 )
+        if self.wire not in FORMATS:
+            raise ValueError(f"wire is {self.wire!r}, but must be one of {', '.join(FORMATS)}")
         for knob in fields(self):
             value = getattr(self, knob.name)
             least = 0 if knob.name == "warmup_steps" else 1
@@ -98,13 +102,7 @@ class Buffers:
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.accumulated = torch.empty(numel, dtype=dtype, device=device)
-        self.velocity = self._region = torch.empty(0, dtype=dtype, device=device)
-
-    def zeros(self, numel: int) -> Tensor:
-        """Zeros to sum entries in."""
-        if self._region.numel() < numel:
-            self._region = self._region.new_empty(numel)
-        return self._region[:numel].zero_()
+        self.velocity = torch.empty(0, dtype=dtype, device=device)
 
 
 @dataclass
@@ -122,6 +120,7 @@ class Step:
     Args:
         gradient: flat parts, one after the other the vector that is reduced.
         out: where the average goes: parts of the same sizes, or the same parts.
+        wire: how entries travel.
         factor: multiplies the gradient when it enters.
     """
 
@@ -134,6 +133,7 @@ class Step:
         state: State,
         transport: Transport,
         buffers: Buffers,
+        wire: str,
         factor: float = 1.0,
         momentum: Momentum | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class Step:
         self.momentum = momentum
         self.accumulated = buffers.accumulated
         self.kernels = for_device(residual.device)
-        self.wire = Wire(index_dtype(residual.numel()), residual.dtype)
+        self.wire = Wire(wire, index_dtype(residual.numel()), residual.dtype)
         self.time = Stopwatch()
         self.selected_local = residual.numel()
         self.local_threshold = self.global_threshold = 0.0
@@ -158,21 +158,32 @@ class Step:
         """What the algorithm returned."""
         self.applied: list[int] = []
         """Entries applied in each part, where the values are finite."""
-        self._overwritten = False
+        self.overflow = 0
+        """Entries that this rank held back because a message had no room for them."""
+        self.erased = False
+        """Whether `out`, which is the gradient, has been set to zero."""
+        self._lost = False
+        self._bad_parts: list[int] | None = None
 
     def accumulate(self, threshold: float) -> Entries:
         """accumulated = residual + gradient, and its entries that reach the threshold."""
         with self.time("accumulate"):
             threshold = max(threshold, smallest(self.residual.dtype))
             parts = self.gradient if self._as_it_is else [self._prepare()]
-            found = []
-            for here, part in slices(parts):
+            # Where the average takes the gradient's place, the place is made ready on the way.
+            same = [part.data_ptr() for part in parts] == [part.data_ptr() for part in self.out]
+            found, bad = [], []
+            for index, (here, part) in enumerate(slices(parts)):
                 indices, values, finite = self.kernels.accumulate(
-                    self.residual[here], part, self.accumulated[here], threshold
+                    self.residual[here], part, self.accumulated[here], threshold, same
                 )
                 indices = indices.to(self.wire.index_dtype)
                 found.append(Entries(indices.add_(here.start) if here.start else indices, values))
-                self.finite = self.finite and finite
+                if not finite:
+                    bad.append(index)
+            self.erased, self.finite = same, not bad
+            if self._as_it_is:
+                self._bad_parts = bad
         return found[0] if len(found) == 1 else concatenate(found)
 
     def merge(self) -> Tensor:
@@ -183,7 +194,7 @@ class Step:
                 return self.accumulated
             if self._as_it_is and len(self.out) == 1 == len(self.gradient):
                 # Nothing to copy where they are the same.
-                self._overwritten = self.out[0].data_ptr() == self.gradient[0].data_ptr()
+                self._lost = self.out[0].data_ptr() == self.gradient[0].data_ptr()
                 return self.out[0].copy_(self.gradient[0])
             prepared = self._prepare()
             # Velocities must not be summed in place: the next step needs them.
@@ -191,7 +202,9 @@ class Step:
 
     def nonfinite_parts(self) -> list[int] | None:
         """The parts of this rank's gradient with a NaN or Inf; None if it has been overwritten."""
-        if self._overwritten:
+        if self._bad_parts is not None:
+            return self._bad_parts
+        if self._lost:
             return None
         parts = enumerate(self.gradient)
         return [index for index, part in parts if not bool(torch.isfinite(part).all())]
@@ -213,19 +226,45 @@ class Step:
             prepared.add_(self.momentum.velocity, alpha=self.momentum.factor)
         return prepared
 
-    def trade(self, counts: list[int]) -> list[int]:
-        """counts[j] goes to rank j; returns what each rank had for this one.
+    def check(self, sums: Entries) -> None:
+        """Notice finite values whose sum is not, before it is rounded to something that is."""
+        if len(sums) and not math.isfinite(float(sums.values.abs().max())):
+            self.finite = False
+
+    def trade(self, rows: list[list[int]]) -> list[list[int]]:
+        """rows[j], a few numbers, goes to rank j; returns what each rank had for this one.
 
         Along with them ranks tell each other whether their values are finite, so that to agree
         on this costs no message of its own. Until the step is committed, a NaN does no harm.
         """
-        traded = self.transport.trade_numbers([[count, self.finite] for count in counts])
-        self.finite = all(finite for _, finite in traded)
-        return [count for count, _ in traded]
+        traded = self.transport.trade_numbers([[*row, self.finite] for row in rows])
+        self.finite = all(row[-1] for row in traded)
+        return [row[:-1] for row in traded]
 
-    def share(self, count: int) -> list[int]:
-        """Every rank's count, in rank order."""
-        return self.trade([count] * self.transport.size)
+    def share(self, count: int, size: int = 0) -> tuple[list[int], list[int]]:
+        """Every rank's count, and every rank's size, in rank order."""
+        shared = self.trade([[count, size]] * self.transport.size)
+        return [row[0] for row in shared], [row[1] for row in shared]
+
+    def decode(
+        self,
+        message: Tensor,
+        source: int,
+        low: int = 0,
+        high: int | None = None,
+        wire: Wire | None = None,
+    ) -> tuple[Entries, list[int]]:
+        """A message of rank `source`: entries of elements `low` to `high`, and numbers added."""
+        try:
+            high = self.residual.numel() if high is None else high
+            return (wire or self.wire).decode(message, low, high)
+        except DamagedMessageError as error:
+            raise PeerError(
+                f"rank {self.transport.rank} of {self.transport.size}: a message from rank "
+                f"{source} is damaged: {error}. Nothing was applied on this rank. Look for a "
+                "faulty link or faulty memory, make sure that all ranks run the same version, and "
+                "restart all from the last checkpoint"
+            ) from error
 
     def offer(self, exact: bool) -> Entries:
         """Accumulate, and select the k largest entries of this rank, or at least 0.9 k of them.
@@ -248,12 +287,25 @@ class Step:
         self.state.local = self.state.local.after(right)
         return entries
 
-    def clear(self, local: Entries, applied: Entries) -> None:
-        """Forget what this rank offered and all applied; the rest stays in the residual."""
+    def clear(self, sent: Entries, applied: Entries) -> None:
+        """Forget what this rank contributed to what all applied; the rest stays in the residual.
+
+        Args:
+            sent: what this rank offered, with the values that others have read.
+        """
         with self.time("apply"):
-            self.kernels.clear_common(self.accumulated, local.indices, applied.indices)
+            take = self.kernels.take_common
+            take(self.accumulated, sent.indices, sent.values, applied.indices)
             if self.momentum is not None:  # what was applied must not be pushed on: factor masking
-                self.kernels.clear_common(self.buffers.velocity, local.indices, applied.indices)
+                velocity = self.buffers.velocity
+                take(velocity, sent.indices, velocity[sent.indices], applied.indices)
+
+    def keep_rounding(self, exact: Entries, sent: Tensor, applied: Entries) -> None:
+        """Keep what the sums that this rank sent lost by being rounded, where they were applied."""
+        if sent is not exact.values:
+            with self.time("apply"):
+                lost = sent - exact.values
+                self.kernels.take_common(self.accumulated, exact.indices, lost, applied.indices)
 
 
 def slices(parts: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:

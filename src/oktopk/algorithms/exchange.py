@@ -3,71 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..select import select
-from ..wire import Entries, concatenate
+from ..select import smallest
+from ..wire import Entries, Wire, concatenate
 from .base import Step
 
 ROUNDS_IN_FLIGHT = 4
 
 
-def split_reduce(step: Step, local: Entries, boundaries: Sequence[int]) -> Tensor:
-    """Send each region's entries to its owner; returns the sums of this rank's region, dense.
+@dataclass(frozen=True)
+class Region:
+    """What all ranks offer of the elements `low` to `high`, which one rank sums."""
+
+    parts: list[Entries]
+    """Of each rank, in rank order."""
+    low: int
+    high: int
+
+    def select(self, step: Step, threshold: float) -> Entries:
+        """The sums that reach a threshold, except zeros."""
+        joined = concatenate(self.parts)
+        ends, end = [], 0
+        for part in self.parts:
+            end += len(part)
+            ends.append(end)
+        threshold = max(threshold, smallest(step.wire.value_dtype))
+        sums = step.kernels.sum_select(
+            joined.indices, joined.values, ends, self.low, self.high, threshold
+        )
+        return Entries(*sums)
+
+
+def cut(local: Entries, boundaries: Sequence[int]) -> list[Entries]:
+    """The entries of each region."""
+    cuts = torch.tensor(boundaries, dtype=local.indices.dtype, device=local.indices.device)
+    ends: list[int] = torch.searchsorted(local.indices, cuts).tolist()
+    return [local[start:end] for start, end in pairwise(ends)]
+
+
+def split(step: Step, local: Entries, boundaries: Sequence[int]) -> tuple[Entries, Region]:
+    """Send each region's entries to its owner.
 
     Words sent: 2k(P-1)/P on average over ranks.
+
+    Returns:
+        What this rank offered, with the values that the owners read.
+        This rank's region.
     """
-    transport, wire, rank = step.transport, step.wire, step.transport.rank
     with step.time("exchange"):
-        cuts = torch.tensor(boundaries, dtype=local.indices.dtype, device=transport.device)
-        ends: list[int] = torch.searchsorted(local.indices, cuts).tolist()
-        parts = [local[start:end] for start, end in pairwise(ends)]
-        messages = [wire.encode(part) for part in parts]
-        sizes = [n * wire.entry_bytes for n in step.trade([len(part) for part in parts])]
-        incoming = transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT)
-        low, high = boundaries[rank], boundaries[rank + 1]
-        with step.time("reduce"):
-            region = step.buffers.zeros(high - low)
-            step.kernels.add_at(region, parts[rank].indices - low, parts[rank].values)
-        for _, message in incoming:
-            with step.time("reduce"):
-                part = wire.decode(message)
-                step.kernels.add_at(region, part.indices - low, part.values)
-    return region
+        parts = cut(local, boundaries)
+        messages, sent = encode_parts(step, parts)
+        sizes = [size for (size,) in step.trade([[message.numel()] for message in messages])]
+        region, _ = receive_parts(step, parts, messages, sizes, boundaries)
+    return sent, region
 
 
-def select_region(step: Step, region: Tensor, low: int, threshold: float) -> Entries:
-    """The entries of a region's sums that reach the threshold, with their global indexes."""
-    entries = select(region, threshold)
-    return Entries(entries.indices.to(step.wire.index_dtype) + low, entries.values)
+def encode_parts(
+    step: Step, parts: list[Entries], added: Sequence[int] = (), sizes: Sequence[int] = ()
+) -> tuple[list[Tensor], Entries]:
+    """A message for every other rank, and what is in them all and in this rank's own part.
+
+    Args:
+        added: numbers to travel with each.
+        sizes: of the messages; as small as they can be if there are none.
+    """
+    rank, device = step.transport.rank, step.transport.device
+    messages, sent = [], []
+    for target, part in enumerate(parts):
+        if target == rank:
+            messages.append(torch.empty(0, dtype=torch.uint8, device=device))
+            sent.append(part)
+        else:
+            nbytes = sizes[target] if sizes else None
+            message, values = step.wire.encode(part, added, nbytes)
+            messages.append(message)
+            sent.append(Entries(part.indices, values))
+    return messages, concatenate(sent)
 
 
-def gather(step: Step, mine: Entries, counts: Sequence[int]) -> list[Entries]:
-    """Every rank's entries, in rank order; counts[j] of them come from rank j.
+def receive_parts(
+    step: Step,
+    parts: list[Entries],
+    messages: list[Tensor],
+    sizes: list[int],
+    boundaries: Sequence[int],
+) -> tuple[Region, list[list[int]]]:
+    """Exchange one message with each rank: this rank's region, and the numbers that were added."""
+    rank = step.transport.rank
+    low, high = boundaries[rank], boundaries[rank + 1]
+    region = Region(list(parts), low, high)
+    added: list[list[int]] = [[]] * step.transport.size
+    for source, message in step.transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
+        region.parts[source], added[source] = step.decode(message, source, low, high)
+    return region, added
+
+
+def gather(
+    step: Step, mine: Entries, message: Tensor, sent: Tensor, sizes: list[int]
+) -> tuple[list[Entries], list[list[int]]]:
+    """Every rank's entries, in rank order, and the numbers added to their messages.
 
     Words sent: 2 * len(mine) * (P-1).
+
+    Args:
+        message: in which `mine` travels, with the values `sent`.
+        sizes: of each rank's message.
     """
-    transport, wire = step.transport, step.wire
+    transport = step.transport
     parts = [mine[:0]] * transport.size
-    parts[transport.rank] = mine
-    messages = [wire.encode(mine)] * transport.size
-    sizes = [count * wire.entry_bytes for count in counts]
-    for source, message in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        parts[source] = wire.decode(message)
-    return parts
+    added: list[list[int]] = [[]] * transport.size
+    parts[transport.rank] = Entries(mine.indices, sent)
+    messages = [message] * transport.size
+    for source, received in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
+        parts[source], added[source] = step.decode(received, source)
+    return parts, added
 
 
-def balance(step: Step, mine: Entries, counts: Sequence[int]) -> tuple[Entries, list[int]]:
+def balance(step: Step, mine: Entries, counts: Sequence[int]) -> Entries:
     """Move entries between neighbours until every rank holds the same number, up to one.
 
     Seen in rank order the entries are one sorted list, before and after. Every rank knows all
-    counts, so each computes alone what goes where. Words sent: at most 2k(P-1)/P on average.
+    counts, so each computes alone what goes where. Nothing is rounded, as these entries travel
+    once more. Words sent: at most 2k(P-1)/P on average.
     """
-    transport, wire = step.transport, step.wire
+    transport = step.transport
     size, rank = transport.size, transport.rank
+    wire = Wire("plain", step.wire.index_dtype, step.wire.value_dtype)
     starts = [sum(counts[:j]) for j in range(size + 1)]
     cuts = [starts[-1] * j // size for j in range(size + 1)]
 
@@ -78,27 +144,32 @@ def balance(step: Step, mine: Entries, counts: Sequence[int]) -> tuple[Entries, 
         return slice(low, max(low, high))
 
     parts = [mine[overlap(rank, j)] for j in range(size)]
-    messages = [wire.encode(part) for part in parts]
+    # No message where there is nothing to move; receivers know that, too.
+    messages = [wire.encode(part)[0][: None if len(part) else 0] for part in parts]
     shares = [overlap(j, rank) for j in range(size)]
-    sizes = [(share.stop - share.start) * wire.entry_bytes for share in shares]
+    moved = [share.stop - share.start for share in shares]
+    sizes = [wire.room(count, 0) if count else 0 for count in moved]
     received = {rank: parts[rank]}
     for source, message in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        received[source] = wire.decode(message)
-    balanced = concatenate([received[source] for source in sorted(received)])
-    return balanced, [end - start for start, end in pairwise(cuts)]
+        received[source], _ = step.decode(message, source, wire=wire)
+    return concatenate([received[source] for source in sorted(received)])
 
 
-def gather_sum(step: Step, local: Entries) -> Entries:
+def gather_sum(step: Step, local: Entries) -> tuple[Entries, Entries]:
     """Every rank gets every rank's entries and sums them, in rank order: the same on all.
 
     Words sent: 2k(P-1). This is the whole exchange of TopkA and Gaussiank.
+
+    Returns:
+        What this rank offered, as all read it.
+        The sums.
     """
+    if step.transport.size == 1:
+        return local, local
     with step.time("gather"):
-        parts = gather(step, local, step.share(len(local)))
-    if len(parts) == 1:
-        return local
+        message, sent = step.wire.encode(local)
+        _, sizes = step.share(len(local), message.numel())
+        parts, _ = gather(step, local, message, sent, sizes)
     with step.time("reduce"):
-        sums = step.buffers.zeros(step.accumulated.numel())
-        for part in parts:
-            step.kernels.add_at(sums, part.indices, part.values)
-        return select(sums, 0.0)
+        sums = Region(parts, 0, step.accumulated.numel()).select(step, 0.0)
+    return parts[step.transport.rank], sums

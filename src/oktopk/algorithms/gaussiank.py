@@ -45,8 +45,8 @@ class Gaussiank(Algorithm):
         step.accumulate(math.inf)
         with step.time("select"):
             local = self._select(step)
-        applied = gather_sum(step, local)
-        step.clear(local, applied)
+        sent, applied = gather_sum(step, local)
+        step.clear(sent, applied)
         return applied
 
     def _select(self, step: Step) -> Entries:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..select import keep_largest
 from ..wire import Entries
 from .base import Algorithm, Step
-
-_HEADER = 16
-"""Bytes in front of a message: its number of entries, so that no sizes need exchanging, and
-whether all that went into it was finite."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +33,23 @@ class GTopk(Algorithm):
             step.transport.meet()
             for distance in distances:
                 if rank % (2 * distance) == distance:
-                    transport.send(self._pack(step, mine), rank - distance)
+                    message, _ = self._pack(step, mine)
+                    transport.send(message, rank - distance)
                     break
                 if rank + distance < size:
-                    message = transport.receive(self._message_bytes(step), rank + distance)
+                    message = transport.receive(rank + distance)
+                    theirs = self._unpack(step, message, rank + distance)
                     with step.time("reduce"):
-                        mine = self._merge(step, mine, self._unpack(step, message))
+                        mine = self._merge(step, mine, theirs)
         with step.time("gather"):
+            if rank == 0 and size > 1:
+                message, mine = self._pack(step, mine)
             for distance in reversed(distances):
                 if rank % (2 * distance) == distance:
-                    message = transport.receive(self._message_bytes(step), rank - distance)
-                    mine = self._unpack(step, message)
+                    message = transport.receive(rank - distance)
+                    mine = self._unpack(step, message, rank - distance)
                 elif rank % (2 * distance) == 0 and rank + distance < size:
-                    transport.send(self._pack(step, mine), rank + distance)
+                    transport.send(message, rank + distance)
         if len(mine):
             step.global_threshold = float(mine.values.abs().min())
         return mine
@@ -67,21 +66,18 @@ class GTopk(Algorithm):
         step.kernels.add_at(step.accumulated, *dropped)
         return kept
 
-    def _message_bytes(self, step: Step) -> int:
-        return _HEADER + step.target * step.wire.entry_bytes
+    def _pack(self, step: Step, entries: Entries) -> tuple[Tensor, Entries]:
+        """A message, and what it says; what rounding cost stays in this rank's residual."""
+        step.check(entries)
+        message, values = step.wire.encode(entries, [step.finite])
+        if values is not entries.values:
+            step.kernels.add_at(step.accumulated, entries.indices, entries.values - values)
+        return message, Entries(entries.indices, values)
 
-    def _pack(self, step: Step, entries: Entries) -> Tensor:
-        message = torch.zeros(
-            self._message_bytes(step), dtype=torch.uint8, device=entries.values.device
-        )
-        message[:_HEADER].view(torch.int64).copy_(torch.tensor([len(entries), step.finite]))
-        step.wire.encode(entries, out=message[_HEADER:])
-        return message
-
-    def _unpack(self, step: Step, message: Tensor) -> Entries:
-        count, finite = message[:_HEADER].view(torch.int64).tolist()
+    def _unpack(self, step: Step, message: Tensor, source: int) -> Entries:
+        entries, (finite,) = step.decode(message, source)
         step.finite = step.finite and bool(finite)
-        return step.wire.decode(message[_HEADER:], count)
+        return entries
 
     def words(self, numel: int, size: int) -> float:
         """4k log2(P)"""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..select import TOLERANCE, aim, is_due, keep, keep_from, kth_largest
+from ..select import TOLERANCE, aim, is_due, keep, keep_from, keep_largest, kth_largest
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
-from .exchange import balance, gather, select_region, split_reduce
+from .exchange import balance, cut, encode_parts, gather, receive_parts, split
 
 MANY = 1.5
 """Multiple of k from which on it is cheaper to look for the threshold than to send candidates."""
 _FEW = 512
 """Sums that are so few in all that each rank gets all of them and picks the k largest itself:
 this takes fewer bytes than a search for the threshold, and one message instead of many."""
+
+
+_AIM = 0.7
+"""Share of the room beyond k that the threshold of messages of fixed size aims at."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class OkTopk(Algorithm):
     balance_trigger: float = 4.0
     """Entries are balanced where a rank holds more than this many times the mean; the paper's 4
     needs five ranks or more."""
+    capacity: float | None = None
+    """Room of each message, in multiples of k/P: messages then have a fixed size, a step is two
+    exchanges and no more, and what does not fit waits. None: ranks exchange sizes first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,52 +65,139 @@ class OkTopk(Algorithm):
                 f"balance_trigger is {self.balance_trigger!r}, but must be at least 1: it is the "
                 "largest count over the mean above which entries are moved"
             )
+        if self.capacity is not None and not self.capacity >= 1:
+            raise ValueError(
+                f"capacity is {self.capacity!r}, but must be at least 1, such as 1.2, or None: a "
+                "message has room for capacity * k / P entries"
+            )
 
     def reduce(self, step: Step) -> Entries:
         state, transport = step.state, step.transport
-        exact = is_due(state.sparse_steps, self.threshold_interval)
-        local = step.offer(exact)
+        local = step.offer(exact=is_due(state.sparse_steps, self.threshold_interval))
         if transport.size == 1:
             step.clear(local, local)
             step.global_threshold = step.local_threshold
             return local
-        if is_due(state.sparse_steps, self.region_interval) or not state.boundaries:
+        adapts = self.capacity is None and is_due(state.sparse_steps, self.region_interval)
+        if adapts or not state.boundaries:
             with step.time("exchange"):
-                state.boundaries = _regions(step, local)
-        region = split_reduce(step, local, state.boundaries)
-        applied = self._gather_largest(step, region, exact)
-        step.clear(local, applied)
-        return applied
+                cuts = torch.tensor(_cuts(step, local), device=transport.device)
+                transport.all_reduce(cuts)
+                state.boundaries = _regions(step, cuts)
+        return self._with_sizes(step, local) if self.capacity is None else self._fixed(step, local)
 
-    def _gather_largest(self, step: Step, region: Tensor, exact: bool) -> Entries:
-        """Steps 5 and 6: the k largest sums of all regions, for every rank."""
+    def _with_sizes(self, step: Step, local: Entries) -> Entries:
+        """Steps 4 to 7, where ranks tell each other how much they send before they send it."""
         k, numel, threshold = step.target, step.accumulated.numel(), step.state.total.value
         if k == numel:
             threshold = 0.0
-        wanted = aim(k, numel)
-        low, size = step.state.boundaries[step.transport.rank], step.transport.size
+        wanted, size = aim(k, numel), step.transport.size
+        sent, region = split(step, local, step.state.boundaries)
         with step.time("reduce"):
-            candidates = select_region(step, region, low, threshold)
-            counts = step.share(len(candidates))
+            mine = region.select(step, threshold)
+            step.check(mine)
+        with step.time("gather"):
+            message, rounded = step.wire.encode(mine)
+            counts, sizes = step.share(len(mine), message.numel())
             # Counts are the same everywhere, so all ranks take the same way.
             # Where ranks select the same entries there never are as many as aimed at, and the
             # forecast falls in vain: exact steps end that.
+            exact = is_due(step.state.sparse_steps, self.threshold_interval)
             needed = wanted if exact else (1 - TOLERANCE) * k
             too_few = sum(counts) < needed and threshold > 0
             if too_few or sum(counts) > MANY * k:
                 threshold = 0.0
-                candidates = select_region(step, region, low, threshold)
-                counts = step.share(len(candidates))
+                mine = region.select(step, threshold)
+                counts, _ = step.share(len(mine))
                 if sum(counts) > max(_FEW, wanted):
-                    threshold, ties = _global_threshold(step, candidates, wanted)
-                    candidates, counts = _share_ties(step, candidates, threshold, ties)
-        with step.time("gather"):
+                    threshold, ties = _global_threshold(step, mine, wanted)
+                    mine, counts = _share_ties(step, mine, threshold, ties)
+                sizes = []
             if max(counts) > self.balance_trigger * sum(counts) / size:
-                candidates, counts = balance(step, candidates, counts)
-            gathered = concatenate(gather(step, candidates, counts))
+                mine, sizes = balance(step, mine, counts), []
+            if not sizes:
+                message, rounded = step.wire.encode(mine)
+                _, sizes = step.share(len(mine), message.numel())
+            parts, _ = gather(step, mine, message, rounded, sizes)
+        return self._apply(step, sent, mine, rounded, parts, threshold, wanted)
+
+    def _fixed(self, step: Step, local: Entries) -> Entries:
+        """Steps 4 to 7 in two exchanges, whose messages have a size that all ranks know before.
+
+        1. What a message has no room for is held back: the smallest entries of a region.
+        2. With the entries travels whether all values are finite, and where the program is.
+        3. An owner selects sums by the carried threshold, which aims at somewhat more than k, and
+           at most as many as there is room for. If these are less than 0.9 of its share of k, the
+           threshold is wrong, and it takes as many as are aimed at: so the count cannot fall far,
+           without asking the others.
+        4. With the sums travels whether they are finite, and every rank's cuts of its own entries.
+           The mean of those gives the regions of the next step.
+        """
+        assert self.capacity is not None
+        state, transport, wire = step.state, step.transport, step.wire
+        k, size, rank = step.target, transport.size, transport.rank
+        bounds = state.boundaries
+        most = math.ceil(self.capacity * k / size)
+        wanted = min(step.accumulated.numel(), math.ceil((1 + (self.capacity - 1) * _AIM) * k))
+        spans = [high - low for low, high in pairwise(bounds)]
+        with step.time("exchange"):
+            parts = cut(local, bounds)
+            parts = [
+                part if j == rank else self._held_back(step, part, most)
+                for j, part in enumerate(parts)
+            ]
+            here = -1 if transport.place is None else transport.place
+            rooms = [wire.room(most, span, added=2) for span in spans]
+            messages, sent = encode_parts(step, parts, (step.finite, here), rooms)
+            region, notes = receive_parts(step, parts, messages, [rooms[rank]] * size, bounds)
+            notes[rank] = [step.finite, here]
+            step.finite = all(finite for finite, _ in notes)
+            if transport.place is not None:
+                transport.check_places([place for _, place in notes])
+        with step.time("reduce"):
+            threshold = 0.0 if k == step.accumulated.numel() else state.total.value
+            mine = region.select(step, threshold)
+            if len(mine) < (1 - TOLERANCE) * k / size and threshold > 0:
+                mine, share = region.select(step, 0.0), math.ceil(wanted / size)
+                mine = keep_largest(mine, share)[0] if len(mine) > share else mine
+            mine = self._held_back(step, mine, most)
+            step.check(mine)
+        with step.time("gather"):
+            note = [step.finite, *_cuts(step, local)]
+            rooms = [wire.room(most, span, added=len(note)) for span in spans]
+            message, rounded = wire.encode(mine, note, rooms[rank])
+            parts, notes = gather(step, mine, message, rounded, rooms)
+            notes[rank] = note
+            step.finite = all(finite for finite, *_ in notes)
+            state.boundaries = _regions(step, torch.tensor([cuts for _, *cuts in notes]).sum(0))
+        return self._apply(step, sent, mine, rounded, parts, threshold, wanted)
+
+    def _held_back(self, step: Step, entries: Entries, most: int) -> Entries:
+        """As many entries as there is room for, the largest ones."""
+        if len(entries) <= most:
+            return entries
+        step.overflow += len(entries) - most
+        return keep_largest(entries, most)[0]
+
+    def _apply(
+        self,
+        step: Step,
+        sent: Entries,
+        mine: Entries,
+        rounded: Tensor,
+        parts: list[Entries],
+        threshold: float,
+        wanted: int,
+    ) -> Entries:
+        """The k largest of all sums that ranks gathered; the residual keeps the rest."""
         with step.time("select"):
-            applied, step.global_threshold, right = keep_from(gathered, threshold, k, wanted)
+            gathered = concatenate(parts)
+            applied, step.global_threshold, right = keep_from(
+                gathered, threshold, step.target, wanted
+            )
         step.state.total = step.state.total.after(right)
+        step.clear(sent, applied)
+        step.keep_rounding(mine, rounded, applied)
         return applied
 
     def words(self, numel: int, size: int) -> float:
@@ -110,16 +205,19 @@ class OkTopk(Algorithm):
         return 6 * self.target(numel) * (size - 1) / size
 
 
-def _regions(step: Step, local: Entries) -> tuple[int, ...]:
-    """Boundaries that every rank agrees on: the mean of where each would cut."""
+def _cuts(step: Step, local: Entries) -> list[int]:
+    """Where this rank would cut: into parts of equal count."""
     size, numel = step.transport.size, step.accumulated.numel()
-    if len(local):
-        positions = torch.arange(1, size, device=local.indices.device) * len(local) // size
-        cuts = local.indices[positions].to(torch.int64)
-    else:
-        cuts = torch.arange(1, size, device=local.indices.device) * numel // size
-    step.transport.all_reduce(cuts)
-    return (0, *(cuts // size).tolist(), numel)
+    if not len(local):
+        return [numel * j // size for j in range(1, size)]
+    positions = torch.arange(1, size, device=local.indices.device) * len(local) // size
+    cuts: list[int] = local.indices[positions].tolist()
+    return cuts
+
+
+def _regions(step: Step, cuts: Tensor) -> tuple[int, ...]:
+    """Boundaries that every rank agrees on: the mean of where each would cut, from their sums."""
+    return (0, *(cuts // step.transport.size).tolist(), step.accumulated.numel())
 
 
 def _global_threshold(step: Step, sums: Entries, wanted: int) -> tuple[float, int]:
@@ -143,9 +241,9 @@ def _share_ties(
 ) -> tuple[Entries, list[int]]:
     """What is above the threshold, and of what equals it the first `ties` in index order."""
     reached = keep(sums, threshold, len(sums))
-    above = step.share(len(keep(reached, threshold, 0)))
+    above, _ = step.share(len(keep(reached, threshold, 0)))
     shares = []
-    for equal in step.share(len(reached) - above[step.transport.rank]):
+    for equal in step.share(len(reached) - above[step.transport.rank])[0]:
         shares.append(min(equal, ties))
         ties -= shares[-1]
     chosen = keep(reached, threshold, shares[step.transport.rank])

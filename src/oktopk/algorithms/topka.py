@@ -28,11 +28,11 @@ class TopkA(Algorithm):
 
     def reduce(self, step: Step) -> Entries:
         local = step.offer(exact=is_due(step.state.sparse_steps, self.threshold_interval))
-        applied = gather_sum(step, local)
+        sent, applied = gather_sum(step, local)
         if self.global_topk:
             with step.time("select"):
                 applied, step.global_threshold = keep_largest(applied, step.target)
-        step.clear(local, applied)
+        step.clear(sent, applied)
         return applied
 
     def words(self, numel: int, size: int) -> float:

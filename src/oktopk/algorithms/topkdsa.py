@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from ..select import select
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
-from .exchange import ROUNDS_IN_FLIGHT, select_region, split_reduce
+from .exchange import ROUNDS_IN_FLIGHT, Region, split
 
 
 @dataclass(frozen=True)
@@ -23,33 +25,45 @@ class TopkDSA(Algorithm):
 
     def reduce(self, step: Step) -> Entries:
         local = step.offer(exact=True)
-        applied = local if step.transport.size == 1 else self._exchange(step, local)
-        step.clear(local, applied)
-        return applied
-
-    def _exchange(self, step: Step, local: Entries) -> Entries:
-        transport, wire, numel = step.transport, step.wire, step.accumulated.numel()
+        if step.transport.size == 1:
+            step.clear(local, local)
+            return local
+        transport, numel = step.transport, step.accumulated.numel()
         regions = [numel * j // transport.size for j in range(transport.size + 1)]
-        region = split_reduce(step, local, regions)
-        low = regions[transport.rank]
+        sent, region = split(step, local, regions)
+        with step.time("reduce"):
+            mine = region.select(step, 0.0)
+            step.check(mine)
         with step.time("gather"):
-            mine = select_region(step, region, low, 0.0)
-            whole = len(mine) * wire.entry_bytes > region.nbytes
-            message = region.view(torch.uint8) if whole else wire.encode(mine)
+            message, rounded = step.wire.encode(mine)
+            if whole := message.numel() > (region.high - region.low) * mine.values.itemsize:
+                message, rounded = _whole(mine, region).view(torch.uint8), mine.values
             # A region sent whole has a size that no list of entries has: a negative one.
-            sizes = step.share(-message.numel() if whole else message.numel())
+            _, sizes = step.share(len(mine), -message.numel() if whole else message.numel())
+            parts = [mine[:0]] * transport.size
+            parts[transport.rank] = Entries(mine.indices, rounded)
             messages = [message] * transport.size
-            parts = {transport.rank: mine}
             incoming = transport.exchange(messages, [abs(n) for n in sizes], ROUNDS_IN_FLIGHT)
             for source, received in incoming:
                 if sizes[source] < 0:
-                    sums = received.view(wire.value_dtype)
-                    parts[source] = select_region(step, sums, regions[source], 0.0)
+                    found = select(received.view(step.wire.value_dtype), 0.0)
+                    indices = found.indices.to(step.wire.index_dtype) + regions[source]
+                    parts[source] = Entries(indices, found.values)
                 else:
-                    parts[source] = wire.decode(received)
-            return concatenate([parts[source] for source in sorted(parts)])
+                    parts[source], _ = step.decode(received, source)
+            applied = concatenate(parts)
+        step.clear(sent, applied)
+        step.keep_rounding(mine, rounded, applied)
+        return applied
 
     def words(self, numel: int, size: int) -> float:
         """(2k + min(2kP, n))(P-1)/P"""
         k = self.target(numel)
         return (2 * k + min(2 * k * size, numel)) * (size - 1) / size
+
+
+def _whole(sums: Entries, region: Region) -> Tensor:
+    """The sums of a region, zeros too."""
+    dense = sums.values.new_zeros(region.high - region.low)
+    dense[(sums.indices - region.low).long()] = sums.values
+    return dense

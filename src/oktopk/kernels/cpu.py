@@ -25,15 +25,14 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 import torch
-from numba import uintp
 from torch import Tensor
 
-from .reference import index_dtype, threshold_bits
+from . import loops
+from .reference import QUANTUM, index_dtype, threshold_bits
 
 log = logging.getLogger(__name__)
 
 _UNSIGNED = {np.dtype("float32"): np.dtype("uint32"), np.dtype("float64"): np.dtype("uint64")}
-_BLOCK = 64
 _MIN_CHUNK = 1 << 16
 """Elements below which a second thread costs more than it saves."""
 
@@ -41,7 +40,7 @@ _Result = TypeVar("_Result")
 
 
 def accumulate(
-    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float
+    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float, erase: bool = False
 ) -> tuple[Tensor, Tensor, bool]:
     r, g, o = residual.numpy(), gradient.numpy(), out.numpy()
     bits, (limit, mask, infinity) = _bits(o), _limits(threshold, out.dtype)
@@ -49,7 +48,7 @@ def accumulate(
     peaks = []
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
-        end, peak = loop(r, g, o, bits, low, high, limit, mask, i, v)
+        end, peak = loop(r, g, o, bits, low, high, limit, mask, erase, i, v)
         peaks.append(peak)
         return int(end)
 
@@ -113,9 +112,64 @@ def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     loop(dense.numpy(), indices.numpy(), values.numpy())
 
 
-def clear_common(dense: Tensor, indices: Tensor, applied: Tensor) -> None:
-    loop = _compiled(dense.dtype, indices.dtype)["clear_common"]
-    loop(dense.numpy(), indices.numpy(), applied.numpy())
+def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
+    loop = _compiled(dense.dtype, indices.dtype)["take_common"]
+    loop(dense.numpy(), indices.numpy(), values.numpy(), applied.numpy())
+
+
+def sum_select(
+    indices: Tensor, values: Tensor, ends: list[int], low: int, high: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    i, v, e = indices.numpy(), values.numpy(), np.array(ends, np.int64)
+    bits, (limit, mask, _) = _bits(v), _limits(threshold, values.dtype)
+    loop = _compiled(values.dtype, indices.dtype)["sum_select"]
+
+    def run(start: int, stop: int, found: Any, sums: Any) -> int:
+        return int(loop(i, v, e, low, start, stop, limit, mask, bits, found, sums))
+
+    return _compact(run, high - low, values.dtype, indices.dtype)
+
+
+def count_gaps(indices: Tensor, low: int) -> tuple[int, int]:
+    short, long = _compiled_codes(indices.dtype)["count_gaps"](indices.numpy(), low)
+    return int(short), int(long)
+
+
+def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
+    _compiled_codes(indices.dtype)["pack_gaps"](indices.numpy(), low, _unsigned(out))
+
+
+def unpack_gaps(stream: Tensor, low: int, dtype: torch.dtype) -> Tensor:
+    found = torch.empty(stream.numel() + 1, dtype=dtype, device="cpu")
+    loop = _compiled_codes(dtype)["unpack_gaps"]
+    return found[: loop(_unsigned(stream), low, found.numpy())]
+
+
+def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
+    _compiled_codes(indices.dtype)["pack_bits"](indices.numpy(), low, out.numpy())
+
+
+def unpack_bits(bits: Tensor, low: int, dtype: torch.dtype) -> Tensor:
+    found = torch.empty(8 * bits.numel() + 1, dtype=dtype, device="cpu")
+    return found[: _compiled_codes(dtype)["unpack_bits"](bits.numpy(), low, found.numpy())]
+
+
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
+    scales = torch.empty(-(-values.numel() // QUANTUM), dtype=torch.int32, device="cpu")
+    _compiled_codes()["quantise"](_bits(values.numpy()), codes.numpy(), _unsigned(scales))
+    return codes, scales
+
+
+def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+    _compiled_codes()["dequantise"](codes.numpy(), _unsigned(scales), _bits(values.numpy()))
+    return values
+
+
+def checksum(words: Tensor) -> int:
+    total = int(_compiled_codes()["checksum"](_unsigned(words)))
+    return total - 2**64 if total >= 2**63 else total
 
 
 # ---------------------------------------------------------------------------------------------
@@ -124,6 +178,11 @@ def clear_common(dense: Tensor, indices: Tensor, applied: Tensor) -> None:
 
 def _bits(array: Any) -> Any:
     return array.view(_UNSIGNED[array.dtype])
+
+
+def _unsigned(tensor: Tensor) -> Any:
+    array = tensor.numpy()
+    return array.view(f"u{array.itemsize}")
 
 
 def _limits(threshold: float, dtype: torch.dtype) -> tuple[Any, Any, int]:
@@ -142,7 +201,10 @@ _room = threading.local()
 
 
 def _compact(
-    run: Callable[[int, int, Any, Any], int], numel: int, dtype: torch.dtype
+    run: Callable[[int, int, Any, Any], int],
+    numel: int,
+    dtype: torch.dtype,
+    index: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The entries that run(low, high, indices, values) writes from position `low` onward.
 
@@ -150,9 +212,10 @@ def _compact(
     kept for the next call, and pages that were never written to never become real memory.
     """
     room: tuple[Tensor, Tensor] | None = getattr(_room, str(dtype), None)
-    if room is None or room[0].numel() < numel or room[0].dtype != index_dtype(numel):
+    index = index or index_dtype(numel)
+    if room is None or room[0].numel() < numel or room[0].dtype != index:
         room = (
-            torch.empty(numel, dtype=index_dtype(numel), device="cpu"),
+            torch.empty(numel, dtype=index, device="cpu"),
             torch.empty(numel, dtype=dtype, device="cpu"),
         )
     indices, values = room
@@ -192,110 +255,6 @@ def _parallel(run: Callable[[int, int], _Result], chunks: list[tuple[int, int]])
 
 
 # ---------------------------------------------------------------------------------------------
-# The loops. Unsigned loop variables spare numba its check for negative indexes, which would
-# keep the compiler from using vector instructions.
-
-
-def _accumulate(r, g, o, bits, low, high, limit, mask, indices, values):  # type: ignore[no-untyped-def]
-    word = bits.dtype.type
-    end, peak, j, high = uintp(low), word(0), uintp(low), uintp(high)
-    while j < high:
-        width = min(uintp(_BLOCK), high - j)
-        largest = word(0)
-        if width == uintp(_BLOCK):
-            for q in range(uintp(_BLOCK)):
-                o[j + q] = r[j + q] + g[j + q]
-            for q in range(uintp(_BLOCK)):
-                largest = max(largest, word(bits[j + q] & mask))
-        else:
-            for q in range(width):
-                o[j + q] = r[j + q] + g[j + q]
-                largest = max(largest, word(bits[j + q] & mask))
-        if largest >= limit:
-            peak = max(peak, largest)
-            for q in range(width):
-                # Written always, kept if large: a branch here would be mispredicted. There is
-                # room, since no more entries were kept than elements seen.
-                indices[end] = j + q
-                values[end] = o[j + q]
-                end += uintp((bits[j + q] & mask) >= limit)
-        j += width
-    return end, peak
-
-
-def _select(dense, bits, low, high, limit, mask, indices, values):  # type: ignore[no-untyped-def]
-    word = bits.dtype.type
-    end, j, high = uintp(low), uintp(low), uintp(high)
-    while j < high:
-        width = min(uintp(_BLOCK), high - j)
-        largest = word(0)
-        if width == uintp(_BLOCK):
-            for q in range(uintp(_BLOCK)):
-                largest = max(largest, word(bits[j + q] & mask))
-        else:
-            for q in range(width):
-                largest = max(largest, word(bits[j + q] & mask))
-        if largest >= limit:
-            for q in range(width):
-                indices[end] = j + q
-                values[end] = dense[j + q]
-                end += uintp((bits[j + q] & mask) >= limit)
-        j += width
-    return end
-
-
-def _histogram(bits, low, high, mask, prefix, shift, width, counts):  # type: ignore[no-untyped-def]
-    digit_mask = uintp(counts.size - 1)
-    for j in range(uintp(low), uintp(high)):
-        digit = (bits[j] & mask) >> shift
-        if digit >> width == prefix:
-            counts[uintp(digit) & digit_mask] += 1
-
-
-def _keep(indices, values, bits, limit, mask, ties, kept_indices, kept_values):  # type: ignore[no-untyped-def]
-    count = 0
-    for j in range(indices.size):
-        magnitude = bits[j] & mask
-        if magnitude > limit or (magnitude == limit and ties > 0):
-            ties -= magnitude == limit
-            kept_indices[count] = indices[j]
-            kept_values[count] = values[j]
-            count += 1
-    return count
-
-
-def _merge(a_indices, a_values, b_indices, b_values, indices, values):  # type: ignore[no-untyped-def]
-    a = b = count = 0
-    while a < a_indices.size or b < b_indices.size:
-        take_a = b == b_indices.size or (a < a_indices.size and a_indices[a] <= b_indices[b])
-        take_b = a == a_indices.size or (b < b_indices.size and b_indices[b] <= a_indices[a])
-        if take_a and take_b:
-            indices[count], values[count] = a_indices[a], a_values[a] + b_values[b]
-        elif take_a:
-            indices[count], values[count] = a_indices[a], a_values[a]
-        else:
-            indices[count], values[count] = b_indices[b], b_values[b]
-        a += take_a
-        b += take_b
-        count += 1
-    return count
-
-
-def _add_at(dense, indices, values):  # type: ignore[no-untyped-def]
-    for j in range(indices.size):
-        dense[indices[j]] += values[j]
-
-
-def _clear_common(dense, indices, applied):  # type: ignore[no-untyped-def]
-    a = 0
-    for j in range(indices.size):
-        while a < applied.size and applied[a] < indices[j]:
-            a += 1
-        if a < applied.size and applied[a] == indices[j]:
-            dense[indices[j]] = 0
-
-
-# ---------------------------------------------------------------------------------------------
 # Compiling.
 
 
@@ -307,23 +266,29 @@ def _jit(function: Any) -> Any:
         return numba.njit(nogil=True)(function)
 
 
-_JITTED = {
-    name: _jit(function)
-    for name, function in {
-        "accumulate": _accumulate,
-        "select": _select,
-        "histogram": _histogram,
-        "keep": _keep,
-        "merge": _merge,
-        "add_at": _add_at,
-        "clear_common": _clear_common,
-    }.items()
-}
-_ready: set[tuple[torch.dtype, torch.dtype]] = set()
+_OVER_VALUES = (
+    *("accumulate", "select", "histogram", "keep", "merge", "add_at", "take_common", "sum_select"),
+)
+_OF_MESSAGES = (
+    *("count_gaps", "pack_gaps", "unpack_gaps", "pack_bits", "unpack_bits"),
+    *("quantise", "dequantise", "checksum"),
+)
+_JITTED = {name: _jit(getattr(loops, name)) for name in _OVER_VALUES + _OF_MESSAGES}
+_ready: set[tuple[torch.dtype | None, torch.dtype]] = set()
 
 
 def _compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[str, Any]:
-    """The loops, compiled for these types under a lock that all processes share."""
+    """The loops over values, compiled for these types."""
+    return _ensure(dtype, indices)
+
+
+def _compiled_codes(indices: torch.dtype = torch.int32) -> dict[str, Any]:
+    """The loops of messages, compiled for this type."""
+    return _ensure(None, indices)
+
+
+def _ensure(dtype: torch.dtype | None, indices: torch.dtype) -> dict[str, Any]:
+    """Compile under a lock that all processes share, unless that has been done."""
     key = (dtype, indices)
     if key not in _ready:
         with _compile_lock, _file_lock():
@@ -333,18 +298,31 @@ def _compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[st
     return _JITTED
 
 
-def _compile(dtype: torch.dtype, indices: torch.dtype) -> None:
+def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
     """Call each loop once on nothing; numba compiles it or loads it from its cache."""
-    v = torch.empty(0, dtype=dtype, device="cpu").numpy()
     i = torch.empty(0, dtype=indices, device="cpu").numpy()
+    if dtype is None:
+        u8, u16, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 2, 4, 8))
+        _JITTED["count_gaps"](i, 0)
+        for words in (u8, u16):
+            _JITTED["pack_gaps"](i, 0, words)
+            _JITTED["unpack_gaps"](words, 0, i)
+        _JITTED["pack_bits"](i, 0, u8)
+        _JITTED["unpack_bits"](u8, 0, i)
+        _JITTED["quantise"](u32, u8, u32)
+        _JITTED["dequantise"](u8, u32, u32)
+        _JITTED["checksum"](u64)
+        return
+    v = torch.empty(0, dtype=dtype, device="cpu").numpy()
     bits, (limit, mask, _) = _bits(v), _limits(0.0, dtype)
-    _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, i, v)
+    _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, False, i, v)
     _JITTED["select"](v, bits, 0, 0, limit, mask, i, v)
     _JITTED["histogram"](bits, 0, 0, mask, limit, limit, limit, np.zeros(1, np.int64))
     _JITTED["keep"](i, v, bits, limit, mask, 0, i, v)
     _JITTED["merge"](i, v, i, v, i, v)
     _JITTED["add_at"](v, i, v)
-    _JITTED["clear_common"](v, i, i)
+    _JITTED["take_common"](v, i, v, i)
+    _JITTED["sum_select"](i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v)
 
 
 @contextlib.contextmanager

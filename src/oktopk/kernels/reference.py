@@ -13,7 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+QUANTUM = 128
+"""Values that are quantised together."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_LARGEST = 0x7F7FFFFF
+"""The bits of the largest finite float32."""
 
 
 def index_dtype(numel: int) -> torch.dtype:
@@ -33,13 +37,16 @@ def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
 
 
 def accumulate(
-    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float
+    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float, erase: bool = False
 ) -> tuple[Tensor, Tensor, bool]:
     """out = residual + gradient, and the entries of `out` that reach the threshold.
 
-    Returns their indexes and values, and whether all of `out` is finite.
+    Returns their indexes and values, and whether all of `out` is finite. If `erase`, the gradient
+    is zero afterwards: to write to memory that was just read costs less than to come back later.
     """
     torch.add(residual, gradient, out=out)
+    if erase:
+        gradient.zero_()
     indices, values = select(out, threshold)
     return indices, values, bool(torch.isfinite(out).all())
 
@@ -87,9 +94,125 @@ def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     dense[indices] += values
 
 
-def clear_common(dense: Tensor, indices: Tensor, applied: Tensor) -> None:
-    """dense[i] = 0 for every i that occurs in both lists."""
+def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
+    """dense[i] -= value for every entry whose index occurs in `applied`, too."""
     if indices.numel() == 0 or applied.numel() == 0:
         return
     position = torch.searchsorted(applied, indices).clamp_(max=applied.numel() - 1)
-    dense[indices[applied[position] == indices]] = 0
+    common = applied[position] == indices
+    dense[indices[common]] -= values[common]
+
+
+def sum_select(
+    indices: Tensor, values: Tensor, ends: list[int], low: int, high: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of several lists of entries, as far as it reaches the threshold.
+
+    Args:
+        indices, values: the lists, one after the other, which end at `ends`. What they name is
+            between `low` and `high`. Of equal indexes, the value of the first list comes first.
+    """
+    sums = torch.zeros(high - low, dtype=values.dtype, device=values.device)
+    start = 0
+    for end in ends:
+        sums[(indices[start:end] - low).long()] += values[start:end]
+        start = end
+    found, chosen = select(sums, threshold)
+    return found.to(indices.dtype) + low, chosen
+
+
+# ---------------------------------------------------------------------------------------------
+# Codes of messages; `wire.py` says what they are.
+
+
+def count_gaps(indices: Tensor, low: int) -> tuple[int, int]:
+    """The number of words that `pack_gaps` needs, with 8 and with 16 bits."""
+    if indices.numel() == 0:
+        return 0, 0
+    gaps = _gaps(indices, low)
+    return tuple(indices.numel() + int((gaps // most).sum()) for most in (255, 65535))  # type: ignore[return-value]
+
+
+def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
+    """Writes how many elements are passed over before each entry to words of 8 or 16 bits.
+
+    The largest number of a word means that as many are passed over, and that the next word goes on.
+    """
+    if indices.numel() == 0:
+        return
+    most = 255 if out.dtype == torch.uint8 else 65535
+    gaps = _gaps(indices, low)
+    ends = (gaps // most + 1).cumsum(0)
+    words = torch.full((out.numel(),), most, dtype=torch.int64, device=out.device)
+    words[ends - 1] = gaps % most
+    out.copy_(words if most == 255 else (words ^ 0x8000) - 0x8000)
+
+
+def unpack_gaps(stream: Tensor, low: int, dtype: torch.dtype) -> Tensor:
+    """The indexes that `pack_gaps` wrote."""
+    most = 255 if stream.dtype == torch.uint8 else 65535
+    words = stream.long() & most
+    entry = words != most
+    return ((words + entry).cumsum(0)[entry] + (low - 1)).to(dtype)
+
+
+def _gaps(indices: Tensor, low: int) -> Tensor:
+    before = torch.full((1,), low - 1, dtype=torch.int64, device=indices.device)
+    return indices.long().diff(prepend=before) - 1
+
+
+def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
+    """Sets bit i % 8 of byte i // 8 for each index low + i, and no other."""
+    bits = torch.zeros(out.numel() * 8, dtype=torch.int64, device=out.device)
+    bits[(indices - low).long()] = 1
+    weights = 2 ** torch.arange(8, device=out.device)
+    out.copy_((bits.view(-1, 8) * weights).sum(1))
+
+
+def unpack_bits(bits: Tensor, low: int, dtype: torch.dtype) -> Tensor:
+    """The indexes that `pack_bits` wrote."""
+    places = torch.arange(8, device=bits.device)
+    found = ((bits.long().unsqueeze(1) >> places) & 1).flatten().nonzero().flatten()
+    return (found + low).to(dtype)
+
+
+def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 values as a sign and 7 bits of magnitude each, and one scale for each QUANTUM.
+
+    Between the smallest and the largest of a block, magnitudes are spaced evenly in their bits,
+    that is, about evenly in their logarithm: so small values next to large ones keep their digits.
+    A scale holds the bits of the smallest magnitude, but for the last 8, which hold the logarithm
+    of the spacing.
+    """
+    count = values.numel()
+    if count == 0:
+        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.int32)
+    bits = magnitude(values).long()
+    blocks = torch.cat([bits, bits[-1:].expand(-count % QUANTUM)]).view(-1, QUANTUM)
+    base = blocks.amin(1, keepdim=True) & ~0xFF
+    # The exponent of an integer is its number of bits.
+    width = torch.frexp((blocks.amax(1, keepdim=True) - base).double()).exponent.long()
+    shift = (width - 7).clamp(min=0)
+    codes = (blocks - base + ((1 << shift) >> 1)) >> shift
+    codes = codes.clamp(max=127).flatten()[:count]
+    signs = values.view(torch.int32) < 0
+    return (codes + 128 * signs).to(torch.uint8), (base | shift).flatten().to(torch.int32)
+
+
+def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values that `quantise` wrote."""
+    scale = scales.long().repeat_interleave(QUANTUM)[: codes.numel()]
+    number = codes.long()
+    bits = (scale & ~0xFF) + ((number & 127) << (scale & 0xFF))
+    magnitudes = bits.clamp(max=_LARGEST).to(torch.int32).view(torch.float32)
+    return torch.where(number > 127, -magnitudes, magnitudes)
+
+
+def checksum(words: Tensor) -> int:
+    """Of 64-bit words: the sum of each times its place, an odd number, modulo 2**64.
+
+    The fourth word, where a message keeps it, does not count.
+    """
+    places = 2 * torch.arange(words.numel(), device=words.device) + 1
+    places[3:4] = 0
+    return int((words * places).sum())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..algorithms import Algorithm, Dense, algorithm
+from ..wire import FORMATS
 from .errors import UserError
 
 
@@ -62,7 +63,7 @@ class Config:
     lr: float = 0.01
     """Learning rate; with --schedule onecycle its peak."""
     momentum: float = 0.9
-    """Momentum of sgd."""
+    """Of sgd; the beta1 of adamw and torch-adamw."""
     momentum_correction: bool = False
     """Accumulate momentum on each worker before compression, as DGC does, instead of after it."""
     refresh_interval: int = 256
@@ -90,6 +91,9 @@ class Config:
     """Algorithm: oktopk, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank or dense."""
     density: float = 0.02
     """Share of the gradient's entries that is applied in a step."""
+    wire: str = "bfloat16"
+    """How entries travel: plain (8 bytes each), float32, bfloat16 (3 bytes), float16 or int8 (2
+    bytes). What rounding costs stays in the residual."""
     warmup_steps: int = 128
     """Dense steps before the first sparse one."""
     sigma_scale: float = 2.5
@@ -155,7 +159,11 @@ class Config:
         """How gradients are averaged."""
         if not self.compression:
             return Dense()
-        options: dict[str, Any] = {"density": self.density, "warmup_steps": self.warmup_steps}
+        options: dict[str, Any] = {
+            "density": self.density,
+            "warmup_steps": self.warmup_steps,
+            "wire": self.wire,
+        }
         if self.compressor.lower() == "gaussiank":
             options["sigma_scale"] = self.sigma_scale
         try:
@@ -176,6 +184,7 @@ _CHOICES = {
     "optimizer": ("sgd", "adamw", "torch-adamw"),
     "schedule": ("constant", "anneal", "onecycle"),
     "autocast": ("no", "bf16"),
+    "wire": FORMATS,
     "scope": ("bucket", "model"),
     "device": ("auto", "cpu", "cuda"),
 }

@@ -20,11 +20,12 @@ def make_optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
         },
         {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    betas = (config.momentum, 0.98)
     if config.optimizer == "adamw":
         refresh = config.refresh_interval or None
-        return AdamW(groups, config.lr, (0.9, 0.98), refresh_interval=refresh, fused=True)
+        return AdamW(groups, config.lr, betas, refresh_interval=refresh, fused=True)
     if config.optimizer == "torch-adamw":
-        return torch.optim.AdamW(groups, config.lr, (0.9, 0.98), fused=True)
+        return torch.optim.AdamW(groups, config.lr, betas, fused=True)
     momentum = 0.0 if config.momentum_correction else config.momentum
     return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0)
 

@@ -33,7 +33,7 @@ class Speech:
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         progress = self.rank == 0
-        self.train, self.val = first_on_one(local_rank, lambda: _corpora(config, progress))
+        self.train, self.val = first_on_one(local_rank, lambda: corpora(config, progress))
         self._check_agreement()
         self.labels = [encode(utterance.text) for utterance in self.train.utterances]
         self.val_labels = [encode(utterance.text) for utterance in self.val.utterances]
@@ -133,7 +133,7 @@ class Speech:
             )
 
 
-def _corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:
+def corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:
     """Training and validation set, made if need be."""
     train, val = (manifest.read(path) for path in _manifests(config, progress))
     folder = cache_dir() / "features"

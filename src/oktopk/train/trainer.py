@@ -69,7 +69,7 @@ class Trainer:
         self.model = DistributedDataParallel(
             self.net,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            **_no_broadcast(),
+            **no_broadcast(),
         )
         self.handle = attach(
             self.model,
@@ -412,7 +412,7 @@ class Trainer:
         return tuple(timings)
 
 
-def _no_broadcast() -> dict[str, Any]:
+def no_broadcast() -> dict[str, Any]:
     """DDP's option not to broadcast buffers in every step; its name changed in torch 2.13.
 
     Running statistics are averaged once an epoch instead, when they are needed.

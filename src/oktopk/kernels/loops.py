@@ -1,0 +1,276 @@
+"""The loops of the CPU kernels, as plain Python that numba compiles; `cpu.py` calls them.
+
+Unsigned loop variables spare numba its check for negative indexes, which would keep the compiler
+from using vector instructions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import uintp
+
+from .reference import QUANTUM
+
+_BLOCK = 64
+_CHUNK = 1 << 15
+"""Elements that are worked on together: their memory stays in the cache of a core."""
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+"""Times a power of two, its top six bits are different for each of the 64."""
+_PLACE = np.zeros(64, np.uint8)
+for _place in range(64):
+    _PLACE[(int(_DE_BRUIJN) << _place & 2**64 - 1) >> 58] = _place
+
+
+def accumulate(r, g, o, bits, low, high, limit, mask, erase, indices, values):  # type: ignore[no-untyped-def]
+    word = bits.dtype.type
+    end, peak, j, high = uintp(low), word(0), uintp(low), uintp(high)
+    while j < high:
+        width = min(uintp(_BLOCK), high - j)
+        largest = word(0)
+        if width == uintp(_BLOCK):
+            for q in range(uintp(_BLOCK)):
+                o[j + q] = r[j + q] + g[j + q]
+            for q in range(uintp(_BLOCK)):
+                largest = max(largest, word(bits[j + q] & mask))
+            if erase:
+                for q in range(uintp(_BLOCK)):
+                    g[j + q] = 0
+        else:
+            for q in range(width):
+                o[j + q] = r[j + q] + g[j + q]
+                largest = max(largest, word(bits[j + q] & mask))
+                if erase:
+                    g[j + q] = 0
+        if largest >= limit:
+            peak = max(peak, largest)
+            for q in range(width):
+                # Written always, kept if large: a branch here would be mispredicted. There is
+                # room, since no more entries were kept than elements seen.
+                indices[end] = j + q
+                values[end] = o[j + q]
+                end += uintp((bits[j + q] & mask) >= limit)
+        j += width
+    return end, peak
+
+
+def select(dense, bits, low, high, limit, mask, indices, values):  # type: ignore[no-untyped-def]
+    word = bits.dtype.type
+    end, j, high = uintp(low), uintp(low), uintp(high)
+    while j < high:
+        width = min(uintp(_BLOCK), high - j)
+        largest = word(0)
+        if width == uintp(_BLOCK):
+            for q in range(uintp(_BLOCK)):
+                largest = max(largest, word(bits[j + q] & mask))
+        else:
+            for q in range(width):
+                largest = max(largest, word(bits[j + q] & mask))
+        if largest >= limit:
+            for q in range(width):
+                indices[end] = j + q
+                values[end] = dense[j + q]
+                end += uintp((bits[j + q] & mask) >= limit)
+        j += width
+    return end
+
+
+def histogram(bits, low, high, mask, prefix, shift, width, counts):  # type: ignore[no-untyped-def]
+    digit_mask = uintp(counts.size - 1)
+    for j in range(uintp(low), uintp(high)):
+        digit = (bits[j] & mask) >> shift
+        if digit >> width == prefix:
+            counts[uintp(digit) & digit_mask] += 1
+
+
+def keep(indices, values, bits, limit, mask, ties, kept_indices, kept_values):  # type: ignore[no-untyped-def]
+    count = uintp(0)
+    for j in range(uintp(indices.size)):
+        magnitude = bits[j] & mask
+        equal = magnitude == limit
+        kept_indices[count] = indices[j]
+        kept_values[count] = values[j]
+        count += uintp((magnitude > limit) | (equal & (ties > 0)))
+        ties -= equal
+    return count
+
+
+def merge(a_indices, a_values, b_indices, b_values, indices, values):  # type: ignore[no-untyped-def]
+    a = b = count = 0
+    while a < a_indices.size or b < b_indices.size:
+        take_a = b == b_indices.size or (a < a_indices.size and a_indices[a] <= b_indices[b])
+        take_b = a == a_indices.size or (b < b_indices.size and b_indices[b] <= a_indices[a])
+        if take_a and take_b:
+            indices[count], values[count] = a_indices[a], a_values[a] + b_values[b]
+        elif take_a:
+            indices[count], values[count] = a_indices[a], a_values[a]
+        else:
+            indices[count], values[count] = b_indices[b], b_values[b]
+        a += take_a
+        b += take_b
+        count += 1
+    return count
+
+
+def add_at(dense, indices, values):  # type: ignore[no-untyped-def]
+    for j in range(indices.size):
+        dense[indices[j]] += values[j]
+
+
+def take_common(dense, indices, values, applied):  # type: ignore[no-untyped-def]
+    """Which entries are applied cannot be foreseen, so it is looked up instead of branched on."""
+    marks = np.zeros(_CHUNK, np.bool_)
+    j, a = uintp(0), uintp(0)
+    while j < uintp(indices.size) and a < uintp(applied.size):
+        first = max(indices[j], applied[a])
+        while j < uintp(indices.size) and indices[j] < first:
+            j += uintp(1)
+        while a < uintp(applied.size) and applied[a] < first:
+            a += uintp(1)
+        begin = a
+        while a < uintp(applied.size) and applied[a] - first < _CHUNK:
+            marks[uintp(applied[a] - first)] = True
+            a += uintp(1)
+        while j < uintp(indices.size) and indices[j] - first < _CHUNK:
+            before = dense[uintp(indices[j])]
+            after = before - values[j]
+            dense[uintp(indices[j])] = after if marks[uintp(indices[j] - first)] else before
+            j += uintp(1)
+        for b in range(begin, a):
+            marks[uintp(applied[b] - first)] = False
+
+
+def sum_select(indices, values, ends, base, low, high, limit, mask, bits, out_indices, out_values):  # type: ignore[no-untyped-def]
+    """Of elements `low` to `high`, counted from `base`. `bits` only tells the type of bits.
+
+    A mask with one bit for each element tells which have been touched, so that no others are
+    looked at.
+    """
+    lists = ends.size
+    at = np.empty(lists, np.int64)
+    for part in range(lists):
+        start = ends[part - 1] if part else 0
+        at[part] = start + np.searchsorted(indices[start : ends[part]], base + low)
+    sums = np.zeros(_CHUNK, values.dtype)
+    sum_bits = sums.view(bits.dtype)
+    touched = np.zeros(_CHUNK // 64, np.uint64)
+    one, six, last_six = np.uint64(1), uintp(6), uintp(63)
+    end = uintp(low)
+    for chunk in range(low, high, _CHUNK):
+        first = base + chunk
+        stop = base + min(chunk + _CHUNK, high)
+        for part in range(lists):
+            j = at[part]
+            while j < ends[part] and indices[j] < stop:
+                place = uintp(indices[j] - first)
+                sums[place] += values[j]
+                touched[place >> six] |= one << np.uint64(place & last_six)
+                j += 1
+            at[part] = j
+        for word in range(uintp(touched.size)):
+            left = touched[word]
+            touched[word] = 0
+            while left != 0:
+                lowest = left & (~left + one)
+                place = (word << six) + uintp(_PLACE[(lowest * _DE_BRUIJN) >> np.uint64(58)])
+                left ^= lowest
+                out_indices[end] = first + place
+                out_values[end] = sums[place]
+                end += uintp((sum_bits[place] & mask) >= limit)
+                sums[place] = 0
+    return end
+
+
+def count_gaps(indices, low):  # type: ignore[no-untyped-def]
+    before, short, long = low - 1, 0, 0
+    for j in range(indices.size):
+        gap = np.uint64(indices[j] - before - 1)
+        if gap >= np.uint64(255):  # divisions are slow, and most gaps are short
+            short += gap // np.uint64(255)
+            long += gap // np.uint64(65535)
+        before = indices[j]
+    return short + indices.size, long + indices.size
+
+
+def pack_gaps(indices, low, out):  # type: ignore[no-untyped-def]
+    most = np.int64(2 ** (8 * out.itemsize) - 1)
+    before, at = np.int64(low - 1), 0
+    for j in range(indices.size):
+        gap = np.int64(indices[j]) - before - 1
+        while gap >= most:
+            out[at] = most
+            at += 1
+            gap -= most
+        out[at] = gap
+        at += 1
+        before = np.int64(indices[j])
+
+
+def unpack_gaps(stream, low, out):  # type: ignore[no-untyped-def]
+    most = np.int64(2 ** (8 * stream.itemsize) - 1)
+    at, count = np.int64(low - 1), uintp(0)
+    for j in range(stream.size):
+        word = np.int64(stream[j])
+        entry = word != most
+        at += word + entry
+        out[count] = at
+        count += uintp(entry)
+    return count
+
+
+def pack_bits(indices, low, out):  # type: ignore[no-untyped-def]
+    out[:] = 0
+    for j in range(indices.size):
+        place = uintp(indices[j] - low)
+        out[place >> uintp(3)] |= np.uint8(1 << (place & uintp(7)))
+
+
+def unpack_bits(bits, low, out):  # type: ignore[no-untyped-def]
+    count = uintp(0)
+    for j in range(bits.size):
+        for q in range(8):
+            out[count] = low + 8 * j + q
+            count += uintp((bits[j] >> q) & 1)
+    return count
+
+
+def quantise(bits, codes, scales):  # type: ignore[no-untyped-def]
+    magnitude = np.uint32(0x7FFFFFFF)
+    for block in range(scales.size):
+        start = uintp(block * QUANTUM)
+        stop = min(uintp(bits.size), start + uintp(QUANTUM))
+        low, high = magnitude, np.uint32(0)
+        for j in range(start, stop):
+            low = min(low, np.uint32(bits[j] & magnitude))
+            high = max(high, np.uint32(bits[j] & magnitude))
+        low = np.uint32(low & np.uint32(0xFFFFFF00))
+        shift = np.uint32(0)
+        while (np.uint32(high - low) >> shift) > np.uint32(127):
+            shift += np.uint32(1)
+        half = np.uint32((np.uint32(1) << shift) >> np.uint32(1))
+        for j in range(start, stop):
+            code = np.uint32(np.uint32((bits[j] & magnitude) - low) + half) >> shift
+            code = min(np.uint32(127), np.uint32(code))
+            codes[j] = np.uint8(code | np.uint32((bits[j] >> np.uint32(24)) & np.uint32(0x80)))
+        scales[block] = np.uint32(low | shift)
+
+
+def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
+    for block in range(scales.size):
+        start = uintp(block * QUANTUM)
+        stop = min(uintp(bits.size), start + uintp(QUANTUM))
+        low = np.uint32(scales[block] & np.uint32(0xFFFFFF00))
+        shift = np.uint32(scales[block] & np.uint32(0xFF))
+        for j in range(start, stop):
+            code = np.uint32(codes[j])
+            value = np.uint32(low + np.uint32((code & np.uint32(127)) << shift))
+            value = min(value, np.uint32(0x7F7FFFFF))
+            bits[j] = np.uint32(value | ((code & np.uint32(0x80)) << np.uint32(24)))
+
+
+def checksum(words):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for j in range(uintp(words.size)):
+        total += words[j] * np.uint64(2 * j + 1)
+    if words.size > 3:
+        total -= words[3] * np.uint64(7)
+    return total
