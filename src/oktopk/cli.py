@@ -1,4 +1,4 @@
-"""The command line: `oktopk train`, `oktopk recipes`, `oktopk data`.
+"""The command line: `oktopk train`, `recipes`, `data`, `lab` and `bench`.
 
 A mistake of the user is one line and exit code 2; an interruption 130. The extras that a subcommand
 needs are imported when it is the one, so that they are only missed where they are used.
@@ -75,6 +75,16 @@ def _run(arguments: list[str]) -> int:
     )
     commands.add_parser("recipes", help="list the recipes of `oktopk train`", allow_abbrev=False)
     data = commands.add_parser("data", help="get speech corpora ready", allow_abbrev=False)
+    lab = commands.add_parser(
+        "lab",
+        help="run a command on hosts of an emulated network",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="oktopk lab [--hosts N] [--rate RATE] [--delay DELAY] [--FLAG VALUE ...] -- COMMAND",
+        allow_abbrev=False,
+    )
+    bench = commands.add_parser(
+        "bench", help="compare ways to average gradients", allow_abbrev=False
+    )
 
     command = arguments[0] if arguments else ""
     if command == "train":
@@ -84,6 +94,15 @@ def _run(arguments: list[str]) -> int:
         from .train.data import command as data_command
 
         data_command.add_arguments(data)
+    elif command == "lab":
+        from .lab import command as lab_command
+
+        lab_command.add_arguments(lab)
+        arguments, for_hosts = lab_command.split(arguments)
+    elif command == "bench":
+        from .lab import bench as bench_command
+
+        bench_command.add_arguments(bench)
     elif command and not command.startswith("-") and command not in commands.choices:
         close = options.did_you_mean(command, commands.choices)
         raise UserError(f"unknown command {command}{close or '; `oktopk --help` lists them'}")
@@ -95,6 +114,10 @@ def _run(arguments: list[str]) -> int:
         return _list_recipes()
     if parsed.command == "data":
         return data_command.run(parsed)
+    if parsed.command == "lab":
+        return lab_command.run(parsed, for_hosts)
+    if parsed.command == "bench":
+        return bench_command.run(parsed)
     parser.print_help()
     return 0
 

@@ -1,0 +1,362 @@
+"""`oktopk bench`: specs, mistakes, and small benchmarks end to end with real ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oktopk
+from oktopk.cli import main
+from oktopk.lab import contenders, results, tables
+from oktopk.lab.contenders import Contender, PowerSGD, parse
+from oktopk.lab.network import Loopback, unavailable
+from oktopk.lab.ranks import Ranks, RanksError
+from oktopk.lab.results import Result, Setting, Spread
+from oktopk.stats import STAGES
+from oktopk.train.data import spoken
+from oktopk.train.errors import UserError
+
+SPECS = [
+    *("dense", "fp16", "bf16", "powersgd:1", "oktopk", "oktopk:density=0.1,region_interval=2"),
+    *("topka", "topkdsa", "gtopk", "gaussiank", "own-dense"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OKTOPK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+# Specs.
+
+
+def test_a_contender_is_a_name_and_options() -> None:
+    assert parse("dense", training=False) == Contender("dense", "dense")
+    assert parse("OkTopk", training=False).algorithm(density=0.5) == oktopk.OkTopk(density=0.5)
+    spec = "oktopk:density=0.01,warmup_steps=20,ramp=0.25/0.06,lr=0.002,scope=model"
+    found = parse(spec, training=True)
+    assert found.spec == spec
+    assert found.algorithm(density=0.5, warmup_steps=7) == oktopk.OkTopk(
+        density=0.01, warmup_steps=20, ramp=(0.25, 0.06)
+    )
+    assert found.training == {"lr": 0.002, "scope": "model"}
+    assert found.dense_steps(7) == 20
+    assert parse("oktopk", training=True).dense_steps(7) == 7
+    assert parse("own-dense", training=False).algorithm(density=0.1) == oktopk.Dense()
+    assert parse("powersgd:4", training=False).power_sgd() == PowerSGD(rank=4)
+    both = parse("powersgd:rank=2,start=9", training=False)
+    assert both.power_sgd() == PowerSGD(rank=2, start=9)
+    assert both.dense_steps(0) == 9
+
+
+def test_every_algorithm_and_all_of_its_options_can_be_written() -> None:
+    for name in contenders.known():
+        found = parse(name, training=False)
+        if not found.own:
+            continue
+        made = found.algorithm()
+        for option, value in vars(made).items():
+            text = "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            assert parse(f"{name}:{option}={text}", training=False).algorithm() == made
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("oktpk", "did you mean oktopk?"),
+        ("oktopk:densty=0.1", "there is no option 'densty' for oktopk; there are: density, "),
+        ("oktopk:density=two", "density must be a number, not 'two'"),
+        ("oktopk:density=2", "density is 2.0, but must be above 0 and at most 1"),
+        ("oktopk:region_interval=0", "region_interval is 0"),
+        ("oktopk:warmup_steps", "warmup_steps must be a whole number, not ''"),
+        ("oktopk:lr=0.1", "lr is an option of training"),
+        ("fp16:density=0.1", "there is no option 'density' for fp16; there are: none"),
+        ("powersgd:0", "the rank is 0, but must be at least 1"),
+        ("powersgd:1,start=1", "start is 1, but must be at least 2"),
+    ],
+)
+def test_a_wrong_spec_is_told_with_the_fix(spec: str, says: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(spec, training=False)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--contenders oktpk", "did you mean oktopk?"),
+        ("--numel 0", "0 is not a whole number of at least 1"),
+        ("--density 1.5", "1.5 is not above 0 and at most 1"),
+        ("--loopback --rate 1gbit", "--loopback has no --rate"),
+        ("--contenders dense dense:lr=1", "option of training"),
+        ("train --recipe nope", "unknown recipe"),
+        ("train --set widht=3", "--set widht=3: there is no 'widht'"),
+        ("train --set width=many", "width must be a whole number or none"),
+        (
+            "train --contenders oktopk:optimizer=adam",
+            "oktopk:optimizer=adam: --optimizer is 'adam'",
+        ),
+        ("--json /nowhere/results.json", "cannot be written"),
+        ("--json {old}", "is not JSON"),
+        ("--plot speed.pdf", "must end in .svg or .png"),
+        ("--plot /nowhere/speed.svg", "there is no folder"),
+        ("--report-only", "needs --json"),
+        ("--append", "needs --json"),
+        ("--report-only --json missing.json", "No such file"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(
+    line: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("not JSON")
+    arguments = line.format(old=f"{old} --append").split()
+    if "--loopback" not in arguments:
+        arguments.append("--loopback")
+    assert main(["bench", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for word in ("powersgd:2", "--contenders", "examples:", "x dense", "--report-only"):
+        assert word in shown
+
+
+# From records to results.
+
+
+def record(seconds: float, loss: float = 0.0, elapsed: float = 0.0) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "loss": loss,
+        "elapsed": elapsed,
+        "compute": 1.0,
+        "communication": 2.0,
+        "cpu": 1.0,
+        "bytes": 100,
+        "traffic": None,
+        "measured": True,
+    }
+
+
+SETTING = Setting("train", 2, "1gbit", 1e9, None, 0.0, False, cores=2, threads=1)
+
+
+def training_result(losses: list[float], seconds: float) -> Result:
+    steps = [record(seconds, loss, seconds * (i + 1)) for i, loss in enumerate(losses)]
+    answer = {
+        "steps": steps,
+        "traffic": None,
+        "numel": 5,
+        "notes": [],
+        "failed": "",
+        "per_epoch": 2,
+        "planned": len(losses),
+        "samples": 8,
+        "dense_steps": 0,
+    }
+    result = results.summarize(SETTING, "dense", None, [[answer, answer]])
+    return results.add_training(result, [answer, answer])
+
+
+def test_the_slowest_rank_counts_and_the_rest_are_means() -> None:
+    def answer(*seconds: float) -> dict[str, Any]:
+        steps = [{**record(each), "traffic": [1000 * n, 0]} for n, each in enumerate(seconds)]
+        steps[0]["measured"] = False
+        return {"steps": steps, "traffic": [1000 * len(seconds), 5], "numel": 5, "notes": ["note"]}
+
+    found = results.summarize(SETTING, "x", 0.1, [[answer(9, 1, 2, 3), answer(9, 2, 2, 1)]])
+    assert found.seconds == Spread(median=2, lower=2, upper=2.5)
+    assert found.steps == 3
+    assert found.bytes_sent == 1000
+    assert found.bytes_received == pytest.approx(5 / 3)
+    assert found.notes == ["note"]
+    assert found.name == "x:density=0.1"
+
+
+def test_seconds_to_a_loss_that_whole_windows_reach() -> None:
+    # The first step's loss is small, but of one batch only.
+    dense = training_result([1.0, 9.0, 6.0, 4.0, 3.0, 3.0], seconds=2.0)
+    fast = training_result([1.0, 9.0, 6.0, 4.0, 3.0, 3.0], seconds=0.5)
+    poor = training_result([1.0, 9.0, 9.0, 9.0, 9.0, 9.0], seconds=0.5)
+    assert dense.window == 2
+    compared = results.compare([dense, fast, poor], None)
+    assert [result.final_loss for result in compared] == [3.0, 3.0, 9.0]
+    assert [result.seconds_to_target for result in compared] == [12.0, 3.0, None]
+    assert [result.target_speedup for result in compared] == [1.0, 4.0, None]
+    assert [result.speedup for result in compared] == [1.0, 4.0, 4.0]
+    assert results.compare([dense], 4.5)[0].seconds_to_target == 10.0
+    assert dense.samples_per_second == 4.0
+
+
+# End to end.
+
+
+def bench(line: str, *more: object) -> int:
+    return main(["bench", *line.split(), *map(str, more)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture(scope="module")
+def raw_file(folder: Path) -> Path:
+    """Every kind of contender, on two ranks over loopback."""
+    path = folder / "results.json"
+    line = "raw --loopback --hosts 2 --numel 20000 --steps 3 --skip 3 --density 0.02 0.05 --plot"
+    code = bench(line, folder / "raw.svg", "--json", path, "--contenders", *SPECS)
+    assert code == 0
+    return path
+
+
+def test_raw_results_have_their_schema(raw_file: Path) -> None:
+    kept = json.loads(raw_file.read_text())
+    assert kept["format"] == "oktopk bench"
+    assert kept["version"] == 1
+    (run,) = kept["runs"]
+    assert {"cores", "processor", "system", "python", "torch", "oktopk"} <= run["machine"].keys()
+    assert run["arguments"]["numel"] == 20_000
+    rows = run["results"]
+    names = [(row["contender"], row["density"]) for row in rows]
+    # Sparse ones with both densities, but for the one that has its own.
+    assert len(names) == len(set(names)) == len(SPECS) + 5
+    assert rows[0]["contender"] == "dense"
+    assert rows[0]["speedup"] == 1.0
+    assert ("oktopk:density=0.1,region_interval=2", 0.1) in names
+    for row in rows:
+        assert row["setting"]["hosts"] == 2
+        assert row["setting"]["loopback"] is True
+        assert row["steps"] >= 3
+        spread = row["seconds"]
+        assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
+        assert row["compute"] >= 0
+        assert row["communication"] > 0
+        assert row["compute"] + row["communication"] <= 3 * spread["upper"]
+        assert row["bytes_sent"] is None
+        assert row["applied"] > 0
+        own = row["contender"] not in ("dense", "fp16", "bf16", "powersgd:1")
+        assert list(row["stages"]) == (list(STAGES) if own else [])
+    counted = {row["contender"]: row["bytes_counted"] for row in rows}
+    assert counted["dense"] == 80_000  # 2n(P-1)/P words
+    assert counted["fp16"] == counted["bf16"] == 40_000
+    # A matrix of 141 x 141 and what is left over: P, Q and 119 elements.
+    assert counted["powersgd:1"] == 4 * (141 + 141 + 20_000 - 141 * 141)
+    assert counted["oktopk"] < 20_000
+
+
+def test_training_is_added_and_all_are_reported_together(
+    raw_file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = spoken.prepare(folder / "corpus", progress=False, train=22, validation=5)[0].parent
+    tiny = [
+        "--set",
+        "dataset=manifest",
+        f"train_manifest={corpus / 'spoken_train_manifest.csv'}",
+        f"val_manifest={corpus / 'spoken_val_manifest.csv'}",
+        *("width=24", "depth=1", "batch_size=2", "dense_below=100"),
+    ]
+    line = "train --loopback --hosts 2 --steps 8 --contenders own-dense powersgd:1"
+    sparse = "oktopk:warmup_steps=2,lr=0.001"
+    code = bench(line, sparse, *tiny, "--json", raw_file, "--append")
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "train: P = 2, loopback, not shaped" in printed
+    kept = json.loads(raw_file.read_text())
+    assert [run["arguments"]["workload"] for run in kept["runs"]] == ["raw", "train"]
+    dense, own_dense, power, ours = kept["runs"][1]["results"]
+    for row in (dense, own_dense, power, ours):
+        assert len(row["curve"]) == 8
+        times = [seconds for seconds, _ in row["curve"]]
+        assert times == sorted(times)
+        assert row["samples_per_second"] == pytest.approx(8 * 4 / row["total_seconds"])
+        assert math.isfinite(row["final_loss"])
+        assert row["target_loss"] == dense["final_loss"]
+        assert list(row["stages"]) == ["data", "forward", "backward", "synchronise", "update"]
+    # The same weights, batches and optimizer: dense of the library is DDP's.
+    losses = [[loss for _, loss in row["curve"]] for row in (dense, own_dense, ours)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-5)
+    assert dense["seconds_to_target"] is not None
+    assert ours["steps"] == 8 - 3  # neither the warm-up nor the first sparse step
+    assert ours["bytes_counted"] < dense["bytes_counted"] / 3
+    assert power["bytes_counted"] < dense["bytes_counted"] / 3
+
+    together = folder / "all.png"
+    assert bench("--report-only --json", raw_file, "--plot", together) == 0
+    printed = capsys.readouterr().out
+    assert "raw: P = 2" in printed
+    assert "train: P = 2" in printed
+    assert together.stat().st_size > 10_000
+    svg = (folder / "raw.svg").read_text()
+    assert "times dense" in svg
+    assert "oktopk:density=0.05" in svg
+
+
+def test_a_file_is_not_overwritten(raw_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = raw_file.read_text()
+    assert bench("--loopback --json", raw_file) == 2
+    assert "--append adds to it" in capsys.readouterr().err
+    assert raw_file.read_text() == before
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
+def test_on_emulated_links_bytes_are_counted_twice(folder: Path) -> None:
+    path = folder / "lab.json"
+    line = "raw --hosts 2 --rate 200mbit 1gbit --delay 0.2ms --numel 200000 --steps 4 --skip 3"
+    assert bench(line, "--contenders", "oktopk", "--json", path, "--plot", folder / "lab.svg") == 0
+    rows = [Result.from_dict(row) for row in json.loads(path.read_text())["runs"][0]["results"]]
+    assert [(row.contender, row.setting.rate) for row in rows] == [
+        ("dense", "200mbit"),
+        ("oktopk", "200mbit"),
+        ("dense", "1gbit"),
+        ("oktopk", "1gbit"),
+    ]
+    for row in rows:
+        assert row.bytes_sent is not None
+        assert row.bytes_received is not None
+        # Headers, acknowledgements, and the number that lets ranks begin together.
+        assert row.bytes_counted < row.bytes_sent < 1.2 * row.bytes_counted + 5000
+        assert row.bytes_received == pytest.approx(row.bytes_sent, rel=0.2)
+    # 800,000 bytes at 25 MB/s.
+    assert rows[0].seconds.median > 0.8 * 800_000 / 25e6
+    assert "bit/s" in (folder / "lab.svg").read_text()
+    assert "200mbit, 0.2ms delay" in tables.report(rows[:2])
+
+
+def test_a_rank_that_dies_ends_the_bench_with_a_message() -> None:
+    job = {
+        **{"workload": "raw", "contender": "oktopk", "density": 0.1, "numel": 1000, "seed": 1},
+        **{"first": 0, "settle": 0, "skip": 0, "steps": 10**6, "least": 1, "seconds": 60.0},
+    }
+    with Loopback(2) as hosts:
+        ranks = Ranks(hosts, counts=False, threads=1, timeout=60.0)
+        processes = list(ranks._processes)
+
+        def kill(said: Mapping[str, Any]) -> None:
+            if said["step"] == 3:
+                os.kill(processes[1].pid, signal.SIGKILL)
+
+        since = time.monotonic()
+        with ranks, pytest.raises(RanksError, match="rank 1 died with exit code -9"):
+            ranks.run(job, kill)
+        assert time.monotonic() - since < 30
+        assert all(process.returncode is not None for process in processes)
