@@ -74,6 +74,10 @@ class Variant:
     """Of sparse steps."""
     local: bool = False
     """Momentum before compression."""
+    wire: str = "bfloat16"
+    """How entries travel."""
+    capacity: float | None = None
+    """Room of messages of fixed size."""
 
 
 VARIANTS = {
@@ -89,6 +93,10 @@ VARIANTS = {
     "beta1 0.9": Variant(refresh=256, beta1=0.9),
     "beta1 0": Variant(refresh=256, beta1=0.0),
     "local": Variant(refresh=256, local=True),
+    "plain": Variant(refresh=256, wire="plain"),
+    "int8": Variant(refresh=256, wire="int8"),
+    "fixed": Variant(refresh=256, capacity=1.15),
+    "fixed int8": Variant(refresh=256, capacity=1.15, wire="int8"),
     "warm 25": Variant(warmup=25),
     "warm 200": Variant(warmup=200),
     "at 1 %": Variant(density=0.01, refresh=256),
@@ -177,7 +185,9 @@ def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, fl
     """One run; the same result on all ranks."""
     torch.manual_seed(seed)
     model = DDP(Writer())
-    algorithm: oktopk.Algorithm = oktopk.OkTopk(variant.density, variant.warmup)
+    algorithm: oktopk.Algorithm = oktopk.OkTopk(
+        variant.density, variant.warmup, wire=variant.wire, capacity=variant.capacity
+    )
     if variant.density == 1:
         algorithm = oktopk.Dense()
     beta1, momentum = (0.0, BETAS[0]) if variant.local else (variant.torch_beta1, 0.0)

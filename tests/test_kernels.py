@@ -84,6 +84,21 @@ def test_accumulate(dtype: torch.dtype, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 1, 7, 16])
+def test_accumulate_past_the_cache(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int
+) -> None:
+    """As large vectors are written; from any address, on any number of threads."""
+    monkeypatch.setattr(cpu, "_LARGE", 0)
+    residual, gradient = torch.randn(2, 300_000, dtype=dtype)[:, start:]
+    fast_out, slow_out = torch.full((2, 300_000), 7.0, dtype=dtype)
+    fast = cpu.accumulate(residual, gradient.clone(), fast_out[start:], 2.0, erase=True)
+    slow = reference.accumulate(residual, gradient.clone(), slow_out[start:], 2.0, erase=True)
+    assert_same(fast, slow)
+    assert_same([fast_out], [slow_out])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 def test_select(dtype: torch.dtype, data: st.DataObject) -> None:
     dense = data.draw(values(dtype))
@@ -159,6 +174,29 @@ def test_sum_select_of_many_chunks() -> None:
     for threshold in (1e-45, 1.0, 3.0):
         arguments = (indices, values, ends, 1_000_000, 1_200_001, threshold)
         assert_same(cpu.sum_select(*arguments), reference.sum_select(*arguments))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adam(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
+    """Also where tensors do not lie densely in memory (None)."""
+    random = torch.Generator().manual_seed(0)
+    shape = (8, 3, 5, 7)
+    tensors = [torch.randn(shape, generator=random, dtype=dtype) for _ in range(3)]
+    tensors.append(torch.rand(shape, generator=random, dtype=dtype))
+    tensors[1] *= torch.rand(shape, generator=random) < 0.1
+    factors = {"sign": -1.0, "grown": 1.01, "least": 0.5, "weight": 0.4, "decay": 0.1}
+    factors |= {"shrink": 0.99, "unbias": 1.1, "eps": 1e-8, "lr": 0.01}
+    results = []
+    for kernels in (cpu, reference):
+        if layout is None:
+            copies = [torch.stack([t, t], -1)[..., 0] for t in tensors]
+        else:
+            copies = [t.clone(memory_format=layout) for t in tensors]
+        kernels.adam(*copies, **factors)
+        results.append(copies)
+    torch.testing.assert_close(*results, rtol=3e-6, atol=1e-7)
+    assert torch.equal(results[0][1], tensors[1]), "the gradient has changed"
 
 
 @given(data=st.data())

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .engine import AllReducer, log, reducer_of
+from .kernels import for_device
 
 _REFRESH_INTERVAL = 256
 _SPARSE_BETA1 = 0.5
@@ -169,35 +170,28 @@ class _SparseAdam(Optimizer):
         """AdamW's step, but that its second moment, free of bias, stays as it is."""
         if group["amsgrad"]:
             raise ValueError("amsgrad=True is not supported with sparse gradients")
-        states = [self.state[p] for p in parameters]
-        gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-        averages = [state["exp_avg"] for state in states]
-        moments = [state["exp_avg_sq"] for state in states]
         lr, decay, beta2 = float(group["lr"]), group["weight_decay"], group["betas"][1]
         beta1 = min(group["betas"][0], _SPARSE_BETA1)
-        before = torch.stack([state["step"] for state in states]).tolist()
-        biases = [1 - beta2 ** (step + 1) for step in before]
-        grown = [bias / (1 - beta2**step) for bias, step in zip(biases, before, strict=True)]
-        roots = [math.sqrt(bias) for bias in biases]
-        for state in states:
+        steps = torch.stack([self.state[p]["step"] for p in parameters]).tolist()
+        for p, before in zip(parameters, steps, strict=True):
+            state, bias = self.state[p], 1 - beta2 ** (before + 1)
+            assert p.grad is not None
+            for_device(p.device).adam(
+                p,
+                p.grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                sign=-1.0 if group["maximize"] else 1.0,
+                grown=bias / (1 - beta2**before),
+                least=math.sqrt(bias) / _LARGEST,
+                weight=1 - beta1,
+                decay=0.0 if self._decoupled else decay,
+                shrink=1 - lr * decay if self._decoupled else 1.0,
+                unbias=1 / math.sqrt(bias),
+                eps=group["eps"],
+                lr=lr,
+            )
             state["step"] += 1
-
-        if max(grown) > 1:
-            torch._foreach_mul_(moments, grown)
-        least = torch._foreach_mul(gradients, [root / _LARGEST for root in roots])
-        torch._foreach_mul_(least, least)
-        torch._foreach_maximum_(moments, least)
-        if group["maximize"]:
-            gradients = list(torch._foreach_neg(gradients))
-        if self._decoupled:
-            torch._foreach_mul_(parameters, 1 - lr * decay)
-        elif decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
-        torch._foreach_lerp_(averages, gradients, 1 - beta1)
-        divisors = torch._foreach_sqrt(moments)
-        torch._foreach_div_(divisors, roots)
-        torch._foreach_add_(divisors, group["eps"])
-        torch._foreach_addcdiv_(parameters, averages, divisors, -lr)
 
 
 def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:

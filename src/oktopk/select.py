@@ -68,15 +68,19 @@ def keep_from(
     Returns:
         The entries: all candidates if they are not more than k.
         A magnitude that they all reach, and no candidate left out exceeds.
-        The threshold that would have selected `wanted` candidates.
+        The threshold that would have selected about `wanted` candidates.
     """
-    right = threshold * float((max(1, len(candidates)) / wanted) ** _SHORT)
-    if len(candidates) >= wanted:
-        right, _ = kth_largest(candidates.values, wanted)
-    if len(candidates) <= k:
+    count = len(candidates)
+    right = threshold * float((max(1, count) / wanted) ** _SHORT)
+    if count <= k:
+        if count >= wanted:
+            right, _ = kth_largest(candidates.values, wanted)
         return candidates, threshold, right
-    kept, threshold = keep_largest(candidates, k)
-    return kept, threshold, right
+    leading = _Leading(candidates.values)
+    if count >= wanted:
+        right = leading.about(wanted)
+    threshold, ties = leading.kth_largest(k)
+    return keep(candidates, threshold, ties), threshold, right
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -127,23 +131,64 @@ def kth_largest(
         The magnitude, and how many of the values that equal it belong to the k largest.
         (0.0, 0) if there are fewer than k values that are not zero.
     """
-    histogram = for_device(values.device).histogram
-    digit_bits = digit_bits or (16 if values.numel() > 1 << 17 else 11)
-    prefix, remaining = 0, k
-    for shift, bits in _digits(values.dtype, digit_bits):
-        counts = histogram(values, prefix, shift, bits)
-        if sum_counts is not None:
-            sum_counts(counts)
-        from_top = counts.flip(0).cumsum(0)
-        bins_above = int((from_top < remaining).sum())
-        if bins_above == from_top.numel():
+    return _Leading(values, digit_bits, sum_counts).kth_largest(k)
+
+
+class _Leading:
+    """The histogram of the leading digit, in which more than one magnitude can be looked for."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        digit_bits: int = 0,
+        sum_counts: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._values, self._sum_counts = values, sum_counts
+        digit_bits = digit_bits or (16 if values.numel() > 1 << 17 else 11)
+        self._digits = list(_digits(values.dtype, digit_bits))
+        self._counts = self._count(0, *self._digits[0])
+
+    def kth_largest(self, k: int) -> tuple[float, int]:
+        """See the function of this name."""
+        counts, prefix, remaining = self._counts, 0, k
+        for number, (shift, bits) in enumerate(self._digits):
+            if number:
+                counts = self._count(prefix, shift, bits)
+            found = _find(counts, remaining)
+            if found is None:
+                return 0.0, 0
+            digit, above, _ = found
+            prefix, remaining = (prefix << bits) | digit, remaining - above
+        if prefix == 0:
             return 0.0, 0
-        if bins_above:
-            remaining -= int(from_top[bins_above - 1])
-        prefix = (prefix << bits) | (from_top.numel() - 1 - bins_above)
-    if prefix == 0:
-        return 0.0, 0
-    return _from_bits(prefix, values.dtype), remaining
+        return _from_bits(prefix, self._values.dtype), remaining
+
+    def about(self, k: int) -> float:
+        """The k-th largest magnitude, if those of one leading digit are evenly spread."""
+        found = _find(self._counts, k)
+        if found is None:
+            return 0.0
+        digit, above, inside = found
+        shift, _ = self._digits[0]
+        offset = (1 << shift) * (inside - (k - above)) // inside
+        return _from_bits((digit << shift) + offset, self._values.dtype)
+
+    def _count(self, prefix: int, shift: int, bits: int) -> Tensor:
+        histogram = for_device(self._values.device).histogram
+        counts = histogram(self._values, prefix, shift, bits)
+        if self._sum_counts is not None:
+            self._sum_counts(counts)
+        return counts
+
+
+def _find(counts: Tensor, k: int) -> tuple[int, int, int] | None:
+    """The bin that the k-th is in, from the top; how many are above it, and in it."""
+    from_top = counts.flip(0).cumsum(0)
+    bins_above = int((from_top < k).sum())
+    if bins_above == from_top.numel():
+        return None
+    above = int(from_top[bins_above - 1]) if bins_above else 0
+    return from_top.numel() - 1 - bins_above, above, int(from_top[bins_above]) - above
 
 
 def is_due(sparse_steps: int, interval: int) -> bool:

@@ -81,9 +81,7 @@ class OkTopk(Algorithm):
         adapts = self.capacity is None and is_due(state.sparse_steps, self.region_interval)
         if adapts or not state.boundaries:
             with step.time("exchange"):
-                cuts = torch.tensor(_cuts(step, local), device=transport.device)
-                transport.all_reduce(cuts)
-                state.boundaries = _regions(step, cuts)
+                state.boundaries = _regions(step, local)
         return self._with_sizes(step, local) if self.capacity is None else self._fixed(step, local)
 
     def _with_sizes(self, step: Step, local: Entries) -> Entries:
@@ -130,14 +128,16 @@ class OkTopk(Algorithm):
            at most as many as there is room for. If these are less than 0.9 of its share of k, the
            threshold is wrong, and it takes as many as are aimed at: so the count cannot fall far,
            without asking the others.
-        4. With the sums travels whether they are finite, and every rank's cuts of its own entries.
-           The mean of those gives the regions of the next step.
+        4. What is applied, which all ranks know, is cut into parts of equal count: these are the
+           regions of the next step, so that owners have equal shares.
         """
         assert self.capacity is not None
         state, transport, wire = step.state, step.transport, step.wire
         k, size, rank = step.target, transport.size, transport.rank
         bounds = state.boundaries
-        most = math.ceil(self.capacity * k / size)
+        share = k / size
+        # Counts scatter by about the square root of what is expected.
+        most = math.ceil(self.capacity * share + 2 * math.sqrt(share))
         wanted = min(step.accumulated.numel(), math.ceil((1 + (self.capacity - 1) * _AIM) * k))
         spans = [high - low for low, high in pairwise(bounds)]
         with step.time("exchange"):
@@ -156,21 +156,21 @@ class OkTopk(Algorithm):
                 transport.check_places([place for _, place in notes])
         with step.time("reduce"):
             threshold = 0.0 if k == step.accumulated.numel() else state.total.value
-            mine = region.select(step, threshold)
-            if len(mine) < (1 - TOLERANCE) * k / size and threshold > 0:
-                mine, share = region.select(step, 0.0), math.ceil(wanted / size)
-                mine = keep_largest(mine, share)[0] if len(mine) > share else mine
-            mine = self._held_back(step, mine, most)
+            mine, limit = region.select(step, threshold), most
+            if len(mine) < (1 - TOLERANCE) * share and threshold > 0:
+                mine, limit = region.select(step, 0.0), math.ceil(wanted / size)
+            mine = keep_largest(mine, limit)[0] if len(mine) > limit else mine
             step.check(mine)
         with step.time("gather"):
-            note = [step.finite, *_cuts(step, local)]
-            rooms = [wire.room(most, span, added=len(note)) for span in spans]
-            message, rounded = wire.encode(mine, note, rooms[rank])
+            rooms = [wire.room(most, span, added=1) for span in spans]
+            message, rounded = wire.encode(mine, [step.finite], rooms[rank])
             parts, notes = gather(step, mine, message, rounded, rooms)
-            notes[rank] = note
-            step.finite = all(finite for finite, *_ in notes)
-            state.boundaries = _regions(step, torch.tensor([cuts for _, *cuts in notes]).sum(0))
-        return self._apply(step, sent, mine, rounded, parts, threshold, wanted)
+            notes[rank] = [step.finite]
+            step.finite = all(finite for (finite,) in notes)
+        applied = self._apply(step, sent, mine, rounded, parts, threshold, wanted)
+        if len(applied):
+            state.boundaries = (0, *_cuts(step, applied), step.accumulated.numel())
+        return applied
 
     def _held_back(self, step: Step, entries: Entries, most: int) -> Entries:
         """As many entries as there is room for, the largest ones."""
@@ -205,19 +205,22 @@ class OkTopk(Algorithm):
         return 6 * self.target(numel) * (size - 1) / size
 
 
-def _cuts(step: Step, local: Entries) -> list[int]:
-    """Where this rank would cut: into parts of equal count."""
+def _regions(step: Step, local: Entries) -> tuple[int, ...]:
+    """Boundaries that every rank agrees on: the mean of where each would cut."""
     size, numel = step.transport.size, step.accumulated.numel()
-    if not len(local):
+    cuts = torch.tensor(_cuts(step, local), device=step.transport.device)
+    step.transport.all_reduce(cuts)
+    return (0, *(cuts // size).tolist(), numel)
+
+
+def _cuts(step: Step, entries: Entries) -> list[int]:
+    """Where to cut entries into parts of equal count, one for each rank."""
+    size, numel = step.transport.size, step.accumulated.numel()
+    if not len(entries):
         return [numel * j // size for j in range(1, size)]
-    positions = torch.arange(1, size, device=local.indices.device) * len(local) // size
-    cuts: list[int] = local.indices[positions].tolist()
+    positions = torch.arange(1, size, device=entries.indices.device) * len(entries) // size
+    cuts: list[int] = entries.indices[positions].tolist()
     return cuts
-
-
-def _regions(step: Step, cuts: Tensor) -> tuple[int, ...]:
-    """Boundaries that every rank agrees on: the mean of where each would cut, from their sums."""
-    return (0, *(cuts // step.transport.size).tolist(), step.accumulated.numel())
 
 
 def _global_threshold(step: Step, sums: Entries, wanted: int) -> tuple[float, int]:

@@ -48,6 +48,24 @@ class Kernels(Protocol):
         threshold: float,
     ) -> tuple[Tensor, Tensor]: ...
 
+    def adam(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        average: Tensor,
+        moment: Tensor,
+        *,
+        sign: float,
+        grown: float,
+        least: float,
+        weight: float,
+        decay: float,
+        shrink: float,
+        unbias: float,
+        eps: float,
+        lr: float,
+    ) -> None: ...
+
     def count_gaps(self, indices: Tensor, low: int) -> tuple[int, int]: ...
 
     def pack_gaps(self, indices: Tensor, low: int, out: Tensor) -> None: ...

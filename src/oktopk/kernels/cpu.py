@@ -1,8 +1,8 @@
 """The kernels for CPUs: numba, without the GIL, on as many threads as torch uses.
 
-How it is fast: the loop that accumulates looks at 64 elements at a time, which the compiler
-turns into vector instructions, and only blocks that hold a large element are looked at one by
-one. Memory is read and written once.
+How it is fast: loops look at 64 elements at a time, with vector instructions, and only at those
+that reach the threshold one by one. Memory is read and written once, and what is not needed soon
+is written past the caches.
 
 How it is safe: numba's own parallel loops must not be entered from two threads at once, so
 ranges are handed to a plain thread pool instead. Compiled code is cached on disk beside this
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import loops
+from . import loops, reference
 from .reference import QUANTUM, index_dtype, threshold_bits
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 _UNSIGNED = {np.dtype("float32"): np.dtype("uint32"), np.dtype("float64"): np.dtype("uint64")}
 _MIN_CHUNK = 1 << 16
 """Elements below which a second thread costs more than it saves."""
+
+_LARGE = 1 << 25
+"""Bytes of a vector that would push everything else out of the caches."""
 
 _Result = TypeVar("_Result")
 
@@ -46,9 +49,11 @@ def accumulate(
     bits, (limit, mask, infinity) = _bits(o), _limits(threshold, out.dtype)
     loop = _compiled(out.dtype, index_dtype(out.numel()))["accumulate"]
     peaks = []
+    # Where a place in `o` has an address of which whole vectors can be written.
+    aligned = (-o.ctypes.data % 64) // o.itemsize if o.nbytes >= _LARGE else -1
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
-        end, peak = loop(r, g, o, bits, low, high, limit, mask, erase, i, v)
+        end, peak = loop(r, g, o, bits, low, high, limit, mask, erase, aligned, i, v)
         peaks.append(peak)
         return int(end)
 
@@ -130,6 +135,19 @@ def sum_select(
     return _compact(run, high - low, values.dtype, indices.dtype)
 
 
+def adam(
+    parameter: Tensor, gradient: Tensor, average: Tensor, moment: Tensor, **factors: float
+) -> None:
+    vectors = _flat((parameter, gradient, average, moment))
+    if vectors is None:
+        reference.adam(parameter, gradient, average, moment, **factors)
+        return
+    names = ("sign", "grown", "least", "weight", "decay", "shrink", "unbias", "eps", "lr")
+    scalars = [vectors[0].dtype.type(factors[name]) for name in names]
+    loop = _compiled(parameter.dtype)["adam"]
+    _parallel(lambda low, high: loop(*vectors, low, high, *scalars), _chunks(parameter.numel()))
+
+
 def count_gaps(indices: Tensor, low: int) -> tuple[int, int]:
     short, long = _compiled_codes(indices.dtype)["count_gaps"](indices.numpy(), low)
     return int(short), int(long)
@@ -178,6 +196,19 @@ def checksum(words: Tensor) -> int:
 
 def _bits(array: Any) -> Any:
     return array.view(_UNSIGNED[array.dtype])
+
+
+def _flat(tensors: tuple[Tensor, ...]) -> list[Any] | None:
+    """Their elements as they lie in memory; None if they do not lie densely, in the same order."""
+    first = tensors[0]
+    same = all(t.stride() == first.stride() and t.dtype == first.dtype for t in tensors)
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    dense = first.is_contiguous() or (
+        first.ndim in layouts and first.is_contiguous(memory_format=layouts[first.ndim])
+    )
+    if not (same and dense and first.dtype in (torch.float32, torch.float64)):
+        return None
+    return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
 
 
 def _unsigned(tensor: Tensor) -> Any:
@@ -259,15 +290,18 @@ def _parallel(run: Callable[[int, int], _Result], chunks: list[tuple[int, int]])
 
 
 def _jit(function: Any) -> Any:
+    # As in numpy, a division by zero is no exception: to look for one costs more than the division.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no place to cache: neither the package, nor a home directory
         log.info("no writable place to cache compiled kernels; set NUMBA_CACHE_DIR to name one")
-        return numba.njit(nogil=True)(function)
+        return numba.njit(**options)(function)
 
 
 _OVER_VALUES = (
     *("accumulate", "select", "histogram", "keep", "merge", "add_at", "take_common", "sum_select"),
+    "adam",
 )
 _OF_MESSAGES = (
     *("count_gaps", "pack_gaps", "unpack_gaps", "pack_bits", "unpack_bits"),
@@ -315,13 +349,14 @@ def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
         return
     v = torch.empty(0, dtype=dtype, device="cpu").numpy()
     bits, (limit, mask, _) = _bits(v), _limits(0.0, dtype)
-    _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, False, i, v)
+    _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, False, -1, i, v)
     _JITTED["select"](v, bits, 0, 0, limit, mask, i, v)
     _JITTED["histogram"](bits, 0, 0, mask, limit, limit, limit, np.zeros(1, np.int64))
     _JITTED["keep"](i, v, bits, limit, mask, 0, i, v)
     _JITTED["merge"](i, v, i, v, i, v)
     _JITTED["add_at"](v, i, v)
     _JITTED["take_common"](v, i, v, i)
+    _JITTED["adam"](v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9)
     _JITTED["sum_select"](i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v)
 
 

@@ -10,67 +10,77 @@ import numpy as np
 from numba import uintp
 
 from .reference import QUANTUM
+from .vectors import LANES, lowest_bit, reaching, stream
 
-_BLOCK = 64
+_BLOCK = LANES
 _CHUNK = 1 << 15
 """Elements that are worked on together: their memory stays in the cache of a core."""
-_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-"""Times a power of two, its top six bits are different for each of the 64."""
-_PLACE = np.zeros(64, np.uint8)
-for _place in range(64):
-    _PLACE[(int(_DE_BRUIJN) << _place & 2**64 - 1) >> 58] = _place
 
 
-def accumulate(r, g, o, bits, low, high, limit, mask, erase, indices, values):  # type: ignore[no-untyped-def]
+def accumulate(r, g, o, bits, low, high, limit, mask, erase, aligned, indices, values):  # type: ignore[no-untyped-def]
+    """`aligned` is a place in `o` from which whole blocks may be written past the cache, or -1."""
     word = bits.dtype.type
     end, peak, j, high = uintp(low), word(0), uintp(low), uintp(high)
+    block = np.empty(_BLOCK, o.dtype)
+    block_bits = block.view(bits.dtype)
+    head = uintp(0) if aligned < 0 else uintp((aligned - low) % _BLOCK)
     while j < high:
         width = min(uintp(_BLOCK), high - j)
+        if head:
+            width, head = min(width, head), uintp(0)
         largest = word(0)
-        if width == uintp(_BLOCK):
-            for q in range(uintp(_BLOCK)):
-                o[j + q] = r[j + q] + g[j + q]
-            for q in range(uintp(_BLOCK)):
-                largest = max(largest, word(bits[j + q] & mask))
-            if erase:
-                for q in range(uintp(_BLOCK)):
-                    g[j + q] = 0
-        else:
+        if width < uintp(_BLOCK):
             for q in range(width):
                 o[j + q] = r[j + q] + g[j + q]
-                largest = max(largest, word(bits[j + q] & mask))
-                if erase:
-                    g[j + q] = 0
-        if largest >= limit:
-            peak = max(peak, largest)
-            for q in range(width):
-                # Written always, kept if large: a branch here would be mispredicted. There is
-                # room, since no more entries were kept than elements seen.
                 indices[end] = j + q
                 values[end] = o[j + q]
                 end += uintp((bits[j + q] & mask) >= limit)
+                largest = max(largest, word(bits[j + q] & mask))
+                if erase:
+                    g[j + q] = 0
+            peak = max(peak, largest)
+            j += width
+            continue
+        for q in range(uintp(_BLOCK)):
+            block[q] = r[j + q] + g[j + q]
+        for q in range(uintp(_BLOCK)):
+            largest = max(largest, word(block_bits[q] & mask))
+        if erase:
+            for q in range(uintp(_BLOCK)):
+                g[j + q] = 0
+        if aligned < 0:
+            for q in range(uintp(_BLOCK)):
+                o[j + q] = block[q]
+        else:
+            stream(o, j, block)
+        if largest >= limit:
+            peak = max(peak, largest)
+            left = reaching(block_bits, 0, mask, limit)
+            while left != 0:
+                q = lowest_bit(left)
+                left &= left - np.uint64(1)
+                indices[end] = j + q
+                values[end] = block[q]
+                end += uintp(1)
         j += width
     return end, peak
 
 
 def select(dense, bits, low, high, limit, mask, indices, values):  # type: ignore[no-untyped-def]
-    word = bits.dtype.type
     end, j, high = uintp(low), uintp(low), uintp(high)
-    while j < high:
-        width = min(uintp(_BLOCK), high - j)
-        largest = word(0)
-        if width == uintp(_BLOCK):
-            for q in range(uintp(_BLOCK)):
-                largest = max(largest, word(bits[j + q] & mask))
-        else:
-            for q in range(width):
-                largest = max(largest, word(bits[j + q] & mask))
-        if largest >= limit:
-            for q in range(width):
-                indices[end] = j + q
-                values[end] = dense[j + q]
-                end += uintp((bits[j + q] & mask) >= limit)
-        j += width
+    while j + uintp(_BLOCK) <= high:
+        left = reaching(bits, j, mask, limit)
+        while left != 0:
+            q = lowest_bit(left)
+            left &= left - np.uint64(1)
+            indices[end] = j + q
+            values[end] = dense[j + q]
+            end += uintp(1)
+        j += uintp(_BLOCK)
+    for q in range(j, high):
+        indices[end] = q
+        values[end] = dense[q]
+        end += uintp((bits[q] & mask) >= limit)
     return end
 
 
@@ -119,22 +129,24 @@ def add_at(dense, indices, values):  # type: ignore[no-untyped-def]
 def take_common(dense, indices, values, applied):  # type: ignore[no-untyped-def]
     """Which entries are applied cannot be foreseen, so it is looked up instead of branched on."""
     marks = np.zeros(_CHUNK, np.bool_)
-    j, a = uintp(0), uintp(0)
-    while j < uintp(indices.size) and a < uintp(applied.size):
+    common = np.empty(_CHUNK, np.int64)
+    j, a, entries, most = uintp(0), uintp(0), uintp(indices.size), uintp(applied.size)
+    while j < entries and a < most:
         first = max(indices[j], applied[a])
-        while j < uintp(indices.size) and indices[j] < first:
+        while j < entries and indices[j] < first:
             j += uintp(1)
-        while a < uintp(applied.size) and applied[a] < first:
+        while a < most and applied[a] < first:
             a += uintp(1)
-        begin = a
-        while a < uintp(applied.size) and applied[a] - first < _CHUNK:
+        begin, found = a, uintp(0)
+        while a < most and applied[a] - first < _CHUNK:
             marks[uintp(applied[a] - first)] = True
             a += uintp(1)
-        while j < uintp(indices.size) and indices[j] - first < _CHUNK:
-            before = dense[uintp(indices[j])]
-            after = before - values[j]
-            dense[uintp(indices[j])] = after if marks[uintp(indices[j] - first)] else before
+        while j < entries and indices[j] - first < _CHUNK:
+            common[found] = j
+            found += uintp(marks[uintp(indices[j] - first)])
             j += uintp(1)
+        for c in range(found):
+            dense[uintp(indices[uintp(common[c])])] -= values[uintp(common[c])]
         for b in range(begin, a):
             marks[uintp(applied[b] - first)] = False
 
@@ -170,14 +182,25 @@ def sum_select(indices, values, ends, base, low, high, limit, mask, bits, out_in
             left = touched[word]
             touched[word] = 0
             while left != 0:
-                lowest = left & (~left + one)
-                place = (word << six) + uintp(_PLACE[(lowest * _DE_BRUIJN) >> np.uint64(58)])
-                left ^= lowest
+                place = (word << six) + lowest_bit(left)
+                left &= left - one
                 out_indices[end] = first + place
                 out_values[end] = sums[place]
                 end += uintp((sum_bits[place] & mask) >= limit)
                 sums[place] = 0
     return end
+
+
+def adam(p, g, m, v, low, high, sign, grown, least, weight, decay, shrink, unbias, eps, lr):  # type: ignore[no-untyped-def]
+    for j in range(uintp(low), uintp(high)):
+        floor = g[j] * least
+        floor *= floor
+        moment = v[j] * grown
+        moment = moment if moment > floor else floor
+        v[j] = moment
+        average = m[j] + weight * (sign * g[j] + decay * p[j] - m[j])
+        m[j] = average
+        p[j] = p[j] * shrink - lr * average / (np.sqrt(moment) * unbias + eps)
 
 
 def count_gaps(indices, low):  # type: ignore[no-untyped-def]

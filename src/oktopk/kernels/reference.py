@@ -121,6 +121,39 @@ def sum_select(
     return found.to(indices.dtype) + low, chosen
 
 
+def adam(
+    parameter: Tensor,
+    gradient: Tensor,
+    average: Tensor,
+    moment: Tensor,
+    *,
+    sign: float,
+    grown: float,
+    least: float,
+    weight: float,
+    decay: float,
+    shrink: float,
+    unbias: float,
+    eps: float,
+    lr: float,
+) -> None:
+    """One step of oktopk.AdamW with a sparse average, in place; adam.py says what it means.
+
+    Args:
+        sign: -1 to maximize.
+        grown: multiplies the second moment.
+        least: times the gradient, squared, is the least it may be.
+        weight: of the gradient in the first moment.
+        decay: of the parameter that is added to the gradient.
+        shrink: multiplies the parameter.
+        unbias: multiplies the root of the second moment, to make it free of bias.
+    """
+    moment.mul_(grown)
+    torch.maximum(moment, (gradient * least).square(), out=moment)
+    average.add_(sign * gradient + decay * parameter - average, alpha=weight)
+    parameter.mul_(shrink).addcdiv_(average, moment.sqrt().mul_(unbias).add_(eps), value=-lr)
+
+
 # ---------------------------------------------------------------------------------------------
 # Codes of messages; `wire.py` says what they are.
 
