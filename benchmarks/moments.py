@@ -24,6 +24,8 @@ variants
               learning rate is not tuned for it
   warm N      frozen after N dense steps
   at D        every 256 steps, density D
+  WIRE        every 256 steps, entries travel as WIRE instead of int8
+  sizes       every 256 steps, ranks exchange sizes before messages
 """
 
 from __future__ import annotations
@@ -74,9 +76,9 @@ class Variant:
     """Of sparse steps."""
     local: bool = False
     """Momentum before compression."""
-    wire: str = "bfloat16"
+    wire: str = "int8"
     """How entries travel."""
-    capacity: float | None = None
+    capacity: float | None = 1.15
     """Room of messages of fixed size."""
 
 
@@ -94,9 +96,9 @@ VARIANTS = {
     "beta1 0": Variant(refresh=256, beta1=0.0),
     "local": Variant(refresh=256, local=True),
     "plain": Variant(refresh=256, wire="plain"),
-    "int8": Variant(refresh=256, wire="int8"),
-    "fixed": Variant(refresh=256, capacity=1.15),
-    "fixed int8": Variant(refresh=256, capacity=1.15, wire="int8"),
+    "bfloat16": Variant(refresh=256, wire="bfloat16"),
+    "sizes": Variant(refresh=256, capacity=None),
+    "plain sizes": Variant(refresh=256, capacity=None, wire="plain"),
     "warm 25": Variant(warmup=25),
     "warm 200": Variant(warmup=200),
     "at 1 %": Variant(density=0.01, refresh=256),

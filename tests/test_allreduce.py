@@ -340,7 +340,8 @@ def test_balance_moves_as_little_as_needed(ranks: Ranks, counts: list[int]) -> N
 def crowd(rank: Rank) -> tuple[int, int]:
     """Three steps with large values everywhere, then one with all of them in one region."""
     numel, k = 20_000, 1000
-    reduce = oktopk.SparseAllreduce(oktopk.OkTopk(density=k / numel), numel, rank.group)
+    algorithm = oktopk.OkTopk(density=k / numel, capacity=None, wire="plain")
+    reduce = oktopk.SparseAllreduce(algorithm, numel, rank.group)
     for step in range(3):
         reduce(drifting_on(rank, step, numel))
     gradient = torch.zeros(numel)
@@ -380,6 +381,7 @@ def test_messages_of_fixed_size(ranks: Ranks, identical: bool) -> None:
     for history in ranks.run(4, fixed, 1.2, identical):
         settled = history[10:]
         assert {stats.messages for stats in settled} == {2 * 3}
+        assert all(0 < stats.global_threshold < math.inf for stats in history)
         off = [abs(stats.selected_global / k - 1) for stats in settled]
         assert sum(off) / len(off) < 0.05
         assert sum(stats.overflow for stats in settled) / len(settled) < 0.05 * k

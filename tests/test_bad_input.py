@@ -37,6 +37,10 @@ def test_bad_density(density: Any) -> None:
         ({"threshold_interval": 0}, "threshold_interval is 0"),
         ({"region_interval": 0}, "region_interval is 0"),
         ({"balance_trigger": 0.5}, "balance_trigger is 0.5"),
+        ({"capacity": 0.5}, "capacity is 0.5"),
+        ({"capacity": float("inf")}, "capacity is inf"),
+        ({"capacity": "much"}, "capacity is 'much'"),
+        ({"wire": "int4"}, "wire is 'int4', but must be one of plain, float32"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 import oktopk
 from oktopk.cli import main
-from oktopk.lab import contenders, results, tables
+from oktopk.lab import contenders, files, race, results, tables
 from oktopk.lab.contenders import Contender, PowerSGD, parse
 from oktopk.lab.network import Loopback, unavailable
 from oktopk.lab.ranks import Ranks, RanksError
@@ -78,6 +79,7 @@ def test_every_algorithm_and_all_of_its_options_can_be_written() -> None:
         ("oktopk:density=two", "density must be a number, not 'two'"),
         ("oktopk:density=2", "density is 2.0, but must be above 0 and at most 1"),
         ("oktopk:region_interval=0", "region_interval is 0"),
+        ("oktopk:capacity=inf", "capacity is inf"),
         ("oktopk:warmup_steps", "warmup_steps must be a whole number, not ''"),
         ("oktopk:lr=0.1", "lr is an option of training"),
         ("fp16:density=0.1", "there is no option 'density' for fp16; there are: none"),
@@ -96,6 +98,7 @@ def test_a_wrong_spec_is_told_with_the_fix(spec: str, says: str) -> None:
     ("line", "says"),
     [
         ("--contenders oktpk", "did you mean oktopk?"),
+        ("--hosts 2 300", "no network of 300 hosts: take 1 to 254"),
         ("--numel 0", "0 is not a whole number of at least 1"),
         ("--density 1.5", "1.5 is not above 0 and at most 1"),
         ("--loopback --rate 1gbit", "--loopback has no --rate"),
@@ -159,9 +162,9 @@ def record(seconds: float, loss: float = 0.0, elapsed: float = 0.0) -> dict[str,
 SETTING = Setting("train", 2, "1gbit", 1e9, None, 0.0, False, cores=2, threads=1)
 
 
-def training_result(losses: list[float], seconds: float) -> Result:
+def training_answer(losses: list[float], seconds: float) -> dict[str, Any]:
     steps = [record(seconds, loss, seconds * (i + 1)) for i, loss in enumerate(losses)]
-    answer = {
+    return {
         "steps": steps,
         "traffic": None,
         "numel": 5,
@@ -172,6 +175,10 @@ def training_result(losses: list[float], seconds: float) -> Result:
         "samples": 8,
         "dense_steps": 0,
     }
+
+
+def training_result(losses: list[float], seconds: float) -> Result:
+    answer = training_answer(losses, seconds)
     result = results.summarize(SETTING, "dense", None, [[answer, answer]])
     return results.add_training(result, [answer, answer])
 
@@ -204,6 +211,92 @@ def test_seconds_to_a_loss_that_whole_windows_reach() -> None:
     assert [result.speedup for result in compared] == [1.0, 4.0, 4.0]
     assert results.compare([dense], 4.5)[0].seconds_to_target == 10.0
     assert dense.samples_per_second == 4.0
+
+
+def test_training_steps_are_compared_with_the_same_steps_of_dense() -> None:
+    # Batches get longer; the second is ended early, the third has other steps only.
+    dense, short = training_result([1.0] * 8, 1.0), training_result([1.0] * 3, 1.0)
+    dense = replace(dense, step_seconds=[9.0, 2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0], steps=7)
+    short = replace(short, contender="fp16", step_seconds=[9.0, 1.0, 2.0], steps=2)
+    late = replace(dense, contender="oktopk", step_seconds=[8.0] * 9, steps=1)
+    assert [each.speedup for each in results.compare([dense, short, late], None)] == [1, 2, None]
+    # Without dense there is nothing to compare with.
+    assert [each.speedup for each in results.compare([short], None)] == [None]
+    assert results.compare([], None) == []
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("runs", "says"),
+    [
+        ([{"results": []}], "is damaged: there is no 'when'"),
+        ([{"when": "now", "results": []}], "is damaged: there is no 'machine'"),
+        ([{"when": "now", "machine": {}, "results": []}], "is damaged: there is no 'processor'"),
+        ([], "holds no results"),
+    ],
+)
+def test_a_file_without_what_it_needs_is_named(
+    runs: list[Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"format": files.FORMAT, "version": files.VERSION, "runs": runs}))
+    assert bench("--report-only --json", path, "--plot", tmp_path / "plot.svg") == 2
+    assert f"{path} {says}" in capsys.readouterr().err
+
+
+class FakeRanks:
+    """Trains in no time, but for what is told by lr: 1 diverges at once, 2 dies, 3 is Ctrl-C."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> FakeRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def run(self, job: Mapping[str, Any], _: object) -> list[dict[str, Any]]:
+        if job["contender"].endswith("lr=2"):
+            raise RanksError("rank 1 died")
+        if job["contender"].endswith("lr=3"):
+            raise KeyboardInterrupt
+        failed = job["contender"].endswith("lr=1")
+        answer = training_answer([] if failed else [4.0, 3.0, 2.0], 0.1)
+        return [{**answer, "failed": "diverged in step 0" if failed else ""}]
+
+
+@pytest.mark.parametrize(("last", "code"), [("fp16:lr=2", 1), ("fp16:lr=3", 130), ("bf16", 0)])
+@pytest.mark.parametrize("first", ["dense", "dense:lr=1"])
+def test_what_is_measured_is_kept_whatever_comes(
+    first: str,
+    last: str,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(race, "Ranks", FakeRanks)
+    monkeypatch.setattr("oktopk.lab.plan._check_training", lambda _: None)
+    path, plot = tmp_path / "results.json", tmp_path / "plot.svg"
+    specs = [first, "fp16:lr=1", "fp16", last]
+    line = "train --loopback --hosts 2 --contenders"
+    assert bench(line, *specs, "--json", path, "--plot", plot) == code
+    diverged = [spec for spec in specs if spec.endswith("lr=1")]
+    measured = [spec for spec in specs if "lr=" not in spec]
+    (run,) = files.load(path)
+    assert [result.contender for result in run["results"]] == measured
+    notes = [f"P = 2, loopback, not shaped: {spec}: diverged in step 0" for spec in diverged]
+    assert run["notes"] == notes
+    printed = capsys.readouterr()
+    for text in (*measured, *notes):
+        assert f"\n{text}" in printed.out
+    assert printed.out.count("train: P = 2") == 1
+    assert plot.exists()
+    if code == 1:
+        assert "P = 2, loopback, not shaped: fp16:lr=2: rank 1 died" in printed.err
+    assert bench("--report-only --json", path) == 0
+    assert all(note in capsys.readouterr().out for note in notes[:1])
 
 
 # End to end.
@@ -272,7 +365,7 @@ def test_training_is_added_and_all_are_reported_together(
         "dataset=manifest",
         f"train_manifest={corpus / 'spoken_train_manifest.csv'}",
         f"val_manifest={corpus / 'spoken_val_manifest.csv'}",
-        *("width=24", "depth=1", "batch_size=2", "dense_below=100"),
+        *("width=24", "depth=1", "batch_size=2", "dense_below=100", "bucket_mb=0.05"),
     ]
     line = "train --loopback --hosts 2 --steps 8 --contenders own-dense powersgd:1"
     sparse = "oktopk:warmup_steps=2,lr=0.001"

@@ -30,8 +30,6 @@ from ranks import Rank, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 DENSITIES = (0.001, 0.02, 0.5, 1.0)
-WIRE_ROUNDING = {"plain": 0, "float32": 2**-23, "bfloat16": 2**-8, "float16": 2**-10, "int8": 0.5}
-"""Most that rounding twice may change a value by."""
 ROUNDING = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-5}
 """Most that conservation may be off, relative to the sum of magnitudes; bfloat16 gradients are
 summed in float32, and what rounding the result costs stays in the residual."""
@@ -60,9 +58,9 @@ ROWS = {
     "topkdsa": Row(local=(1, 1), applied=None),
     "gtopk": Row(local=(1, 1), applied=(1, 1)),
     "gaussiank": Row(local=(0, 4 / 3), applied=None),
-    "oktopk": Row(local=(0.9, 1), applied=(0.9, 1)),
     # What finds no room in a message waits, so that a single step may apply few.
-    "oktopk fixed": Row(local=(0.9, 1), applied=(0, 1), options=(("capacity", 1.15),)),
+    "oktopk": Row(local=(0.9, 1), applied=(0, 1)),
+    "oktopk with sizes": Row(local=(0.9, 1), applied=(0.9, 1), options=(("capacity", None),)),
 }
 
 
@@ -135,10 +133,8 @@ def check_sums(
     kept += average.double() * rank.size
     assert bool(((owed - kept).abs() <= tolerance).all()), f"{where}: not conserved"
     if case.density == 1.0:
-        rounding = WIRE_ROUNDING[case.wire] + (2**-8 if case.dtype == "bfloat16" else 0)
-        tolerance = tolerance + rounding * scale
-        if case.wire == "float16":  # next to large values, small ones lose digits
-            tolerance = tolerance + 2**-23 * scale.max()
+        if case.dtype == "bfloat16":
+            tolerance = 2**-8 * scale
         off = (average.double() * rank.size - owed).abs()
         assert bool((off <= tolerance).all()), f"{where}: density 1 is not the dense average"
 
@@ -201,6 +197,14 @@ def check_counts(row: Row, steps: Steps) -> None:
             assert applied >= 0.999 * min(row.applied[0] * k, max(offered)) - 1, where
 
 
+def check_steady(row: Row, case: Case, steps: Steps) -> None:
+    """Near k on average, once thresholds have settled, also where single steps may fall short."""
+    k = steps[0][0]["target"]
+    if row.applied is not None and case.steps == 50 and k >= 100:
+        off = [abs(records[0]["selected_global"] / k - 1) for records in steps[10:]]
+        assert sum(off) / len(off) <= 0.1, f"{steps[0][0]['where']}: {off}"
+
+
 def check_bytes(name: str, case: Case, size: int, steps: Steps) -> None:
     """The cost table bounds the mean over ranks and steps. Sizes, boundaries and histograms are
     an extra that matters only where k is below some hundreds."""
@@ -221,6 +225,7 @@ def test_contract(ranks: Ranks, exhaustive: bool, name: str, size: int) -> None:
         steps: Steps = list(zip(*ranks.run(size, drive, name, case), strict=True))
         check_agreement(steps)
         check_counts(ROWS[name], steps)
+        check_steady(ROWS[name], case, steps)
         check_bytes(name, case, size, steps)
 
 

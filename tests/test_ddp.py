@@ -42,7 +42,7 @@ def train(rank: Rank, algorithm: oktopk.Algorithm | None, steps: int, **options:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "algorithm",
-    [oktopk.Dense(), oktopk.OkTopk(density=1.0, wire="float32")],
+    [oktopk.Dense(), oktopk.OkTopk(density=1.0)],
     ids=["dense", "oktopk"],
 )
 def test_everything_sent_is_plain_ddp(ranks: Ranks, size: int, algorithm: oktopk.Algorithm) -> None:

@@ -292,10 +292,13 @@ def test_bytes_agree_with_our_own_count() -> None:
 @needs_network
 def test_closed_network_is_gone() -> None:
     """Also what a command has left running in the background, in a session of its own."""
+    # A run that makes /etc/netns notes that down, and takes it away.
+    there = Path("/etc/netns").exists()
     with Network(2) as network:
         process = network.start(0, ["sh", "-c", "setsid sleep 1000 & echo started"], stdout=-1)
         process.wait(30)
-        assert len(left(network.run)) == 6  # three namespaces, files of two hosts, sleep
+        # Three namespaces, files of two hosts, sleep.
+        assert len(left(network.run)) == (6 if there else 7)
     assert not left(network.run)
     with contextlib.suppress(ZeroDivisionError), Network(1) as network:
         1 / 0  # noqa: B018
@@ -346,6 +349,54 @@ def test_a_living_owner_keeps_its_network() -> None:
     with Network(1) as one, Network(1):
         namespaces.remove_left_over()
         assert left(one.run)
+
+
+@needs_network
+def test_another_pid_namespace_keeps_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner's number means nothing here."""
+    with Network(1) as one:
+        space = namespaces._space()
+        pid, _, after = one.run.partition(f"-{space}-")
+        other = f"{pid.rpartition('-')[0]}-1-77-{after}"
+        subprocess.run(["ip", "netns", "add", f"{other}-0"], check=True)
+        try:
+            namespaces.remove_left_over()
+            assert left(other)
+            monkeypatch.setattr(namespaces, "_space", lambda: "77")
+            namespaces.remove_left_over()
+            assert not left(other)
+            assert left(one.run)
+        finally:
+            namespaces.remove(other)
+
+
+def test_files_of_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their folder stays if it was there before."""
+    folder = tmp_path / "netns"
+    monkeypatch.setattr(namespaces, "_FILES", folder)
+    run = namespaces.new_run()
+    for before in (False, True):
+        if before:
+            folder.mkdir()
+        namespaces.write_hosts(f"{run}-0", "text")
+        assert (folder / f"{run}-0" / "hosts").read_text() == "text"
+        namespaces.remove(run)
+        assert folder.exists() == before
+        assert not before or not list(folder.iterdir())
+
+
+@needs_network
+def test_shaping_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Network(2, Link("1gbit")) as network:
+        with monkeypatch.context() as patch:
+            patch.setattr(network, "_ports", ["port0", "nowhere"])
+            with pytest.raises(UserError, match="nowhere"):
+                network.shape(Link("100mbit", "1ms"))
+        assert network.link == Link()
+        network.shape(Link("100mbit", "1ms"))
+        assert network.link == Link("100mbit", "1ms")
+        (seconds,) = talk(network, ECHO)
+        assert seconds >= 0.002
 
 
 # The command.

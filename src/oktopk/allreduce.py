@@ -91,7 +91,7 @@ class SparseAllreduce:
         self._buffers = Buffers(numel, residual_dtype, self.device)
         self._buffers.velocity = torch.empty_like(self._velocity)
         self._state = State()
-        self._dense = Dense()
+        self._dense, self._first = Dense(), False
 
     @property
     def residual(self) -> Tensor:
@@ -114,9 +114,13 @@ class SparseAllreduce:
         warm_up = self._state.step < self.algorithm.warmup_steps
         return warm_up or isinstance(self.algorithm, Dense)
 
-    def at(self, place: int) -> None:
-        """Say which reduction of the program comes next; see `Transport.place`."""
-        self._transport.place = place
+    def at(self, place: int, first: bool = False) -> None:
+        """Say which reduction of the program comes next; see `Transport.place`.
+
+        If it is the `first` of several that belong together, ranks make sure that they are at the
+        same place before anything of a size that depends on it travels.
+        """
+        self._transport.place, self._first = place, first
 
     def change(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm or density, on all ranks at once; the residual stays.
@@ -169,16 +173,21 @@ class SparseAllreduce:
             scale: multiplies the average, but not what is kept in the residual.
         """
         algorithm = self._dense if self.dense else self.algorithm
+        target = algorithm.target(self.numel, self._state.step)
+        exact = "float32" if self._residual.dtype == torch.float32 else "plain"
         self._transport.reset()
+        if self._first and not self.dense:
+            self._transport.meet()
         step = Step(
             gradient,
             out,
             self._residual,
-            algorithm.target(self.numel, self._state.step),
+            target,
             dataclasses.replace(self._state),
             self._transport,
             self._buffers,
-            algorithm.wire,
+            # Who asks for everything gets it.
+            exact if target == self.numel else algorithm.wire,
             factor,
             Momentum(self.momentum, self._velocity) if self.momentum else None,
         )

@@ -528,7 +528,8 @@ class AllReducer:
     def _begin(self, bucket: Bucket, factor: float) -> None:
         moments = self._moments
         place = (self._name, self._step, self._buckets.index(bucket), moments and moments.interval)
-        bucket.reduce.at(zlib.crc32(repr(place).encode()))
+        first = all(other.step is None for other in self._buckets)
+        bucket.reduce.at(zlib.crc32(repr(place).encode()), first)
         if moments is not None and not bucket.reduce.dense:
             moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]

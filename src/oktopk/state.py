@@ -154,12 +154,13 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def _changed(theirs: Mapping[str, Any], algorithm: Algorithm) -> list[str]:
-    """What another algorithm has other values of; a knob that is newer than it does not count."""
+    """What another algorithm has other values of, but for how entries travel: all that is kept
+    means the same whatever way they take."""
     mine = describe(algorithm)
     return [
-        f"{knob}={value!r} in the state, {mine.get(knob)!r} here"
-        for knob, value in theirs.items()
-        if value != mine.get(knob)
+        f"{knob}={theirs.get(knob)!r} in the state, {mine.get(knob)!r} here"
+        for knob in {**theirs, **mine}
+        if knob not in ("wire", "capacity") and theirs.get(knob) != mine.get(knob)
     ]
 
 

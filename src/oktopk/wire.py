@@ -136,8 +136,12 @@ class Wire:
         if kernels.checksum(words) != checksum:
             raise DamagedMessageError("its checksum is not right")
         positions = message[start : start + room]
+        if (kind == _PLAIN) != (self.format == "plain") or kind > _BITMAP:
+            raise DamagedMessageError("its positions have a code that is not of this format")
         if kind == _PLAIN:
             indices = positions.view(self.index_dtype)
+            if not bool((indices[1:] > indices[:-1]).all()):
+                raise DamagedMessageError("its positions are not in order")
         elif kind == _BITMAP:
             indices = kernels.unpack_bits(positions, first, self.index_dtype)
         else:

@@ -34,7 +34,7 @@ class Algorithm(ABC):
     ramp: tuple[float, ...] = field(default=(), kw_only=True)
     """Densities to pass through after the warm-up, such as (0.25, 0.06), `ramp_steps` each."""
     ramp_steps: int = field(default=64, kw_only=True)
-    wire: str = field(default="bfloat16", kw_only=True)
+    wire: str = field(default="int8", kw_only=True)
     """How entries travel: plain, float32, bfloat16, float16 or int8; see wire.py."""
 
     def __post_init__(self) -> None:

@@ -145,7 +145,11 @@ def balance(step: Step, mine: Entries, counts: Sequence[int]) -> Entries:
 
     parts = [mine[overlap(rank, j)] for j in range(size)]
     # No message where there is nothing to move; receivers know that, too.
-    messages = [wire.encode(part)[0][: None if len(part) else 0] for part in parts]
+    nothing = torch.empty(0, dtype=torch.uint8, device=transport.device)
+    messages = [
+        wire.encode(part)[0] if len(part) and target != rank else nothing
+        for target, part in enumerate(parts)
+    ]
     shares = [overlap(j, rank) for j in range(size)]
     moved = [share.stop - share.start for share in shares]
     sizes = [wire.room(count, 0) if count else 0 for count in moved]

@@ -64,6 +64,7 @@ class GTopk(Algorithm):
         # total - kept is exactly zero where an entry was kept.
         dropped = merge(total.indices, total.values, kept.indices, -kept.values)
         step.kernels.add_at(step.accumulated, *dropped)
+        step.check(Entries(dropped[0], step.accumulated[dropped[0]]))
         return kept
 
     def _pack(self, step: Step, entries: Entries) -> tuple[Tensor, Entries]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..select import TOLERANCE, aim, is_due, keep, keep_from, keep_largest, kth_largest
+from ..select import TOLERANCE, Carried, aim, is_due, keep, keep_from, keep_largest, kth_largest
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
 from .exchange import balance, cut, encode_parts, gather, receive_parts, split
@@ -45,6 +45,9 @@ class OkTopk(Algorithm):
     Both thresholds are also evaluated anew in any step in which they select 10 % too few, the
     global one also if it selects 50 % too many. So the count is always within 10 % of k where
     there are that many values, whatever gradients do.
+
+    With `capacity`, as by default, messages have a fixed size and 3 to 6 need no more than two
+    exchanges; the count is near k, but in single steps it may be smaller. See `_fixed`.
     """
 
     threshold_interval: int = 32
@@ -54,8 +57,8 @@ class OkTopk(Algorithm):
     balance_trigger: float = 4.0
     """Entries are balanced where a rank holds more than this many times the mean; the paper's 4
     needs five ranks or more."""
-    capacity: float | None = None
-    """Room of each message, in multiples of k/P: messages then have a fixed size, a step is two
+    capacity: float | None = 1.15
+    """Room of each message, in multiples of k/P: messages have a fixed size, a step is two
     exchanges and no more, and what does not fit waits. None: ranks exchange sizes first."""
 
     def __post_init__(self) -> None:
@@ -65,7 +68,8 @@ class OkTopk(Algorithm):
                 f"balance_trigger is {self.balance_trigger!r}, but must be at least 1: it is the "
                 "largest count over the mean above which entries are moved"
             )
-        if self.capacity is not None and not self.capacity >= 1:
+        known = isinstance(self.capacity, int | float) and 1 <= self.capacity < math.inf
+        if self.capacity is not None and not known:
             raise ValueError(
                 f"capacity is {self.capacity!r}, but must be at least 1, such as 1.2, or None: a "
                 "message has room for capacity * k / P entries"
@@ -81,6 +85,7 @@ class OkTopk(Algorithm):
         adapts = self.capacity is None and is_due(state.sparse_steps, self.region_interval)
         if adapts or not state.boundaries:
             with step.time("exchange"):
+                transport.meet()
                 state.boundaries = _regions(step, local)
         return self._with_sizes(step, local) if self.capacity is None else self._fixed(step, local)
 
@@ -135,10 +140,10 @@ class OkTopk(Algorithm):
         state, transport, wire = step.state, step.transport, step.wire
         k, size, rank = step.target, transport.size, transport.rank
         bounds = state.boundaries
-        share = k / size
+        share, numel = k / size, step.accumulated.numel()
         # Counts scatter by about the square root of what is expected.
-        most = math.ceil(self.capacity * share + 2 * math.sqrt(share))
-        wanted = min(step.accumulated.numel(), math.ceil((1 + (self.capacity - 1) * _AIM) * k))
+        most = math.ceil(min(numel, self.capacity * share + 2 * math.sqrt(share)))
+        wanted = min(numel, math.ceil(k * (1 + min(1.0, self.capacity - 1) * _AIM)))
         spans = [high - low for low, high in pairwise(bounds)]
         with step.time("exchange"):
             parts = cut(local, bounds)
@@ -147,7 +152,7 @@ class OkTopk(Algorithm):
                 for j, part in enumerate(parts)
             ]
             here = -1 if transport.place is None else transport.place
-            rooms = [wire.room(most, span, added=2) for span in spans]
+            rooms = [wire.room(min(most, span), span, added=2) for span in spans]
             messages, sent = encode_parts(step, parts, (step.finite, here), rooms)
             region, notes = receive_parts(step, parts, messages, [rooms[rank]] * size, bounds)
             notes[rank] = [step.finite, here]
@@ -155,21 +160,26 @@ class OkTopk(Algorithm):
             if transport.place is not None:
                 transport.check_places([place for _, place in notes])
         with step.time("reduce"):
-            threshold = 0.0 if k == step.accumulated.numel() else state.total.value
+            threshold = 0.0 if k == numel else state.total.value
             mine, limit = region.select(step, threshold), most
-            if len(mine) < (1 - TOLERANCE) * share and threshold > 0:
+            wrong = len(mine) < (1 - TOLERANCE) * share and threshold > 0
+            if wrong:
                 mine, limit = region.select(step, 0.0), math.ceil(wanted / size)
             mine = keep_largest(mine, limit)[0] if len(mine) > limit else mine
             step.check(mine)
         with step.time("gather"):
-            rooms = [wire.room(most, span, added=1) for span in spans]
-            message, rounded = wire.encode(mine, [step.finite], rooms[rank])
+            rooms = [wire.room(min(most, span), span, added=2) for span in spans]
+            message, rounded = wire.encode(mine, [step.finite, wrong], rooms[rank])
             parts, notes = gather(step, mine, message, rounded, rooms)
-            notes[rank] = [step.finite]
-            step.finite = all(finite for (finite,) in notes)
+            notes[rank] = [step.finite, wrong]
+            step.finite = all(finite for finite, _ in notes)
+            if any(wrong for _, wrong in notes):
+                # What an owner has chosen by itself is not what reaches the threshold: start anew.
+                smallest = [float(part.values.abs().min()) for part in parts if len(part)]
+                threshold, state.total = min(smallest, default=0.0), Carried()
         applied = self._apply(step, sent, mine, rounded, parts, threshold, wanted)
         if len(applied):
-            state.boundaries = (0, *_cuts(step, applied), step.accumulated.numel())
+            state.boundaries = (0, *_cuts(step, applied), numel)
         return applied
 
     def _held_back(self, step: Step, entries: Entries, most: int) -> Entries:

@@ -195,6 +195,7 @@ def checksum(words: Tensor) -> int:
 
 
 def _bits(array: Any) -> Any:
+    assert array.flags.c_contiguous  # loops look at memory, not at strides
     return array.view(_UNSIGNED[array.dtype])
 
 

@@ -204,13 +204,13 @@ def adam(p, g, m, v, low, high, sign, grown, least, weight, decay, shrink, unbia
 
 
 def count_gaps(indices, low):  # type: ignore[no-untyped-def]
-    before, short, long = low - 1, 0, 0
+    before, short, long = np.int64(low - 1), np.int64(0), np.int64(0)
     for j in range(indices.size):
-        gap = np.uint64(indices[j] - before - 1)
-        if gap >= np.uint64(255):  # divisions are slow, and most gaps are short
-            short += gap // np.uint64(255)
-            long += gap // np.uint64(65535)
-        before = indices[j]
+        gap = np.int64(indices[j]) - before - 1
+        if gap >= 255:  # divisions are slow, and most gaps are short
+            short += gap // 255
+            long += gap // 65535
+        before = np.int64(indices[j])
     return short + indices.size, long + indices.size
 
 

@@ -1,6 +1,7 @@
 """A few instructions that numba does not know, written for the compiler it stands on.
 
-They are plain LLVM, which knows how to do them on any processor.
+They are plain LLVM, which knows how to do them on any processor. (numba's cache knows when
+`loops.py` has changed, but not when this file has: after an edit, touch that one, too.)
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..train.errors import UserError
 from ..train.recipes import DEFAULT
 from . import files, plots, tables
-from .plan import DEFAULT_RATE, OF_RECIPE, check
-from .race import measure
+from .plan import DEFAULT_RATE, OF_RECIPE, Bench, check
+from .race import Group, measure
 from .ranks import RanksError
 from .results import Result, Setting
 from .status import Status
@@ -161,8 +161,7 @@ def run(args: argparse.Namespace) -> int:
         return _report_only(args)
     bench = check(args)
     runs = files.load(args.json) if args.append and args.json.exists() else []
-    found: list[Result] = []
-    this_run = files.new_run(bench.arguments, found)
+    report = _Report(args, bench, runs)
     try:
         with (
             _terminated_like_interrupted(),
@@ -170,29 +169,71 @@ def run(args: argparse.Namespace) -> int:
             contextlib.closing(measure(bench, status)) as groups,
         ):
             for group in groups:
-                found += group
-                status.clear()
-                print(("\n" if len(found) > len(group) else "") + tables.report(group), flush=True)
-                if args.json:  # what is there is kept, whatever comes
-                    files.save(args.json, [*runs, {**this_run, "results": found}])
+                if group.whole:
+                    status.clear()
+                report.add(group)
     except RanksError as error:
         print(f"oktopk: error: {error}", file=sys.stderr)
         return 1
-    if args.plot:
-        plots.plot([result for each in runs for result in each["results"]] + found, args.plot)
+    finally:
+        report.end()
     return 0
+
+
+class _Report:
+    """Keeps what is measured, whatever comes: in the file after every contender, as a table at a
+    setting's end, or at that of all."""
+
+    def __init__(
+        self, args: argparse.Namespace, bench: Bench, earlier: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._json, self._plot, self._earlier = args.json, args.plot, earlier
+        self._results: list[Result] = []
+        self._notes: list[str] = []
+        self._this_run = files.new_run(bench.arguments, [])
+        self._group: Group | None = None
+        self._tables = 0
+
+    def add(self, group: Group) -> None:
+        """What is known of a setting by now."""
+        self._group = group
+        if self._json:
+            results, notes = self._results + group.results, self._notes + group.notes
+            this_run = {**self._this_run, "results": results, "notes": notes}
+            files.save(self._json, [*self._earlier, this_run])
+        if group.whole:
+            self._print()
+
+    def end(self) -> None:
+        if self._group:
+            self._print()
+        results = [result for each in self._earlier for result in each["results"]] + self._results
+        if self._plot and results:
+            plots.plot(results, self._plot)
+
+    def _print(self) -> None:
+        assert self._group is not None
+        lines = [tables.report(self._group.results)] if self._group.results else []
+        print(("\n" if self._tables else "") + "\n".join([*lines, *self._group.notes]), flush=True)
+        self._results += self._group.results
+        self._notes += self._group.notes
+        self._tables += 1
+        self._group = None
 
 
 def _report_only(args: argparse.Namespace) -> int:
     if not args.json:
         raise UserError("--report-only needs --json FILE, with results")
     runs = files.load(args.json)
+    if not any(each["results"] for each in runs):
+        raise UserError(f"--json {args.json} holds no results")
     for number, each in enumerate(runs):
         groups: dict[Setting, list[Result]] = {}
         for result in each["results"]:
             groups.setdefault(result.setting, []).append(result)
         print(("\n" if number else "") + f"{each['when']}, {each['machine']['processor']}")
-        print("\n\n".join(tables.report(group) for group in groups.values()))
+        shown = ["\n\n".join(tables.report(group) for group in groups.values())]
+        print("\n".join([*filter(None, shown), *each.get("notes", ())]))
     if args.plot:
         plots.plot([result for each in runs for result in each["results"]], args.plot)
     return 0

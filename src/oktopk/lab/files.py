@@ -59,10 +59,17 @@ def load(path: Path) -> list[dict[str, Any]]:
         )
     try:
         return [
-            {**run, "results": [Result.from_dict(each) for each in run["results"]]}
+            {
+                **run,
+                "when": str(run["when"]),
+                "machine": {**run["machine"], "processor": str(run["machine"]["processor"])},
+                "results": [Result.from_dict(each) for each in run["results"]],
+            }
             for run in kept["runs"]
         ]
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
+        raise UserError(f"--json {path} is damaged: there is no {error}") from None
+    except TypeError as error:
         raise UserError(f"--json {path} is damaged: {error}") from None
 
 

@@ -32,13 +32,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from ..algorithms import OkTopk
+from ..allreduce import SparseAllreduce
 from ..train.errors import UserError
 from ..transport import NonFiniteGradientError
-from .contenders import parse
+from .contenders import BASELINE, parse
 from .raw import Gradients, Raw
 
 Say = Callable[[Mapping[str, Any]], None]
 _STOP, _WARM_UP, _MEASURE = 0, 1, 2
+_STEPS_TO_WARM_UP = 10
+_SECONDS_TO_WARM_UP = 20.0
 
 
 def main() -> int:
@@ -95,6 +99,7 @@ class Rank:
         self._say = say
         self._gradients: Gradients | None = None
         self._made_for: tuple[int, int] | None = None
+        self._warm = False
         self._notes: list[str] = []
         if self.rank == 0:
             logging.getLogger("oktopk").addHandler(_Notes(self._notes))
@@ -111,6 +116,10 @@ class Rank:
 
     def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Records of a job: of each step, and what there is to say about all."""
+        if job["workload"] == "train" and not self._warm:
+            self._warm_up(job)
+            self._warm = True
+            gc.collect()
         self._notes.clear()
         try:
             found = self._raw(job) if job["workload"] == "raw" else self._train(job)
@@ -147,7 +156,8 @@ class Rank:
 
         contender = parse(job["contender"], training=True)
         config = make_config(job["recipe"], job["values"], contender, job["warmup_steps"])
-        training = Training(config, contender, job["density"], job["steps"])
+        buckets = {**job["values"], **contender.training}.get("bucket_mb")
+        training = Training(config, contender, job["density"], job["steps"], buckets)
         steps: list[dict[str, Any]] = []
         failed = ""
         dist.barrier()
@@ -181,6 +191,30 @@ class Rank:
             "lr": config.lr,
             "dense_steps": contender.dense_steps(job["warmup_steps"]),
         }
+
+    def _warm_up(self, job: Mapping[str, Any]) -> None:
+        """Dense steps and a sparse one that are not measured. What is slow only once in a process
+        (primitives for new shapes, allocators, files, kernels) would else be the first contender's
+        to pay, which is dense."""
+        from .training import Diverged, Training, make_config
+
+        dense = parse(BASELINE, training=True)
+        config = make_config(job["recipe"], job["values"], dense, 0)
+        training = Training(config, dense, None, _STEPS_TO_WARM_UP)
+        steps = min(_STEPS_TO_WARM_UP, training.per_epoch)
+        until = time.perf_counter() + _SECONDS_TO_WARM_UP
+        # From the second epoch on, short and long batches are mixed.
+        with (
+            contextlib.closing(training.speech.batches(2)) as batches,
+            contextlib.suppress(Diverged, NonFiniteGradientError),  # on all ranks
+        ):
+            for step in range(steps):
+                if not self._agree(int(time.perf_counter() < until)):
+                    break
+                training.step(batches)
+                self._tell(step, {"steps": steps})
+        training.close()
+        SparseAllreduce(OkTopk(density=0.1, warmup_steps=0), 1000)(torch.randn(1000))
 
     def _agree(self, mine: int) -> int:
         """Rank 0's number, for all; a barrier, too."""

@@ -1,9 +1,10 @@
 """Network namespaces whose names say whose they are, so that none outlives its owner.
 
-The names of a run are `oktopk-PID-START-RANDOM-PART`. PID and START, the clock tick at which that
-process began, name the owner: a process that merely got the same number later began at another
-tick. So whoever comes by can tell what is left of a dead run, and may remove it, with all
-processes that still run inside:
+The names of a run are `oktopk-PID-START-SPACE-RANDOM-PART`. PID and START, the clock tick at which
+that process began, name the owner: a process that merely got the same number later began at another
+tick. SPACE is the PID namespace in which that number means something: containers may share the
+folders below, but see only their own processes, and leave alone what is another's. So whoever comes
+by can tell what is left of a dead run, and may remove it, with all processes that still run inside:
 
 1. the owner itself, when it is done (`remove`);
 2. its keeper, a small process that watches the owner and outlives even a kill -9 of it;
@@ -33,14 +34,15 @@ no namespace of their own, they are known by it."""
 
 _NAMES = Path("/run/netns")  # both are where `ip netns` keeps them
 _FILES = Path("/etc/netns")
-_RUN = re.compile(r"(oktopk-(\d+)-(\d+)-[0-9a-f]+)(?:-\w+)?")
+_RUN = re.compile(r"(oktopk-(\d+)-(\d+)-(\d+)-[0-9a-f]+)(?:-\w+)?")
+_MADE = "made"  # the part of a run that says that /etc/netns is its work
 _SECONDS_TO_DIE = 10.0
 
 
 def new_run() -> str:
     """A name for a run of this process."""
     pid = os.getpid()
-    return f"oktopk-{pid}-{_began(pid)}-{secrets.token_hex(3)}"
+    return f"oktopk-{pid}-{_began(pid)}-{_space()}-{secrets.token_hex(3)}"
 
 
 def keep(run: str) -> subprocess.Popen[bytes]:
@@ -65,17 +67,19 @@ def remove(run: str) -> None:
             check=False,
             start_new_session=True,
         )
-    for name in _parts(_FILES, run):
+    files = _parts(_FILES, run)
+    for name in files:
         shutil.rmtree(_FILES / name, ignore_errors=True)
-    with contextlib.suppress(OSError):  # others have files there, or there is no such folder
-        _FILES.rmdir()
+    if f"{run}-{_MADE}" in files:
+        with contextlib.suppress(OSError):  # others have files there
+            _FILES.rmdir()
 
 
 def remove_left_over() -> None:
-    """Remove all runs whose owner is gone."""
+    """Remove all runs whose owner is gone, as far as can be seen from here."""
     names = [name for folder in (_NAMES, _FILES) for name in _list(folder)]
     for run in {match[1] for name in names if (match := _RUN.fullmatch(name))}:
-        if not _owner_lives(run):
+        if _owner(run)[2] == _space() and not _owner_lives(run):
             remove(run)
 
 
@@ -95,9 +99,20 @@ def end(run: str) -> None:
 
 def write_hosts(name: str, text: str) -> None:
     """What processes in a namespace see as /etc/hosts; `ip netns exec` takes care of it."""
-    folder = _FILES / name
-    folder.mkdir(parents=True)
+    try:
+        folder = _make_folder(name)
+    except FileNotFoundError:  # another run, whose work /etc/netns was, took it away meanwhile
+        folder = _make_folder(name)
     (folder / "hosts").write_text(text)
+
+
+def _make_folder(name: str) -> Path:
+    with contextlib.suppress(FileExistsError):
+        _FILES.mkdir()
+        (_FILES / f"{name.rpartition('-')[0]}-{_MADE}").mkdir()
+    folder = _FILES / name
+    folder.mkdir()
+    return folder
 
 
 def _processes(run: str) -> Iterator[int]:
@@ -137,15 +152,23 @@ def _list(folder: Path) -> list[str]:
         return []
 
 
-def _owner(run: str) -> tuple[int, str]:
+def _owner(run: str) -> tuple[int, str, str]:
     match = _RUN.fullmatch(run)
     assert match
-    return int(match[2]), match[3]
+    return int(match[2]), match[3], match[4]
 
 
 def _owner_lives(run: str) -> bool:
-    pid, began = _owner(run)
+    pid, began, _ = _owner(run)
     return _began(pid) == began
+
+
+def _space() -> str:
+    """The PID namespace of this process."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:  # not on Linux
+        return "0"
 
 
 def _began(pid: int) -> str:

@@ -38,7 +38,16 @@ from ..train.errors import UserError
 from . import line, namespaces
 from .link import Link
 
-__all__ = ["Counters", "Host", "Hosts", "Link", "Loopback", "Network", "unavailable"]
+__all__ = [
+    "Counters",
+    "Host",
+    "Hosts",
+    "Link",
+    "Loopback",
+    "Network",
+    "check_hosts",
+    "unavailable",
+]
 
 MOST_HOSTS = 254
 _LINUX = sys.platform.startswith("linux")
@@ -144,7 +153,7 @@ class Loopback(Hosts):
     """The same without a network: all hosts are this machine, and speak over its loopback."""
 
     def __init__(self, hosts: int) -> None:
-        _check(hosts)
+        check_hosts(hosts)
         super().__init__(namespaces.new_run())
         names = {name for _, name in socket.if_nameindex()}
         interface = "lo" if "lo" in names else "lo0"
@@ -172,7 +181,7 @@ class Network(Hosts):
     """
 
     def __init__(self, hosts: int, link: Link | None = None) -> None:
-        _check(hosts)
+        check_hosts(hosts)
         if reason := unavailable():
             raise UserError(reason)
         namespaces.remove_left_over()
@@ -215,16 +224,16 @@ class Network(Hosts):
         return self._popen(here, [*enter, *rename, *command], env, popen)
 
     def shape(self, link: Link) -> None:
-        """Change the links of all hosts, also while they are in use."""
+        """Change the links of all hosts, also while they are in use. If it fails, try again."""
         self._unshape()
-        self.link = link
+        self.link = Link()
         cut = f"gso_max_size {link.largest_packet}"
         for host in self.hosts:
             _batch("ip", host.name, [f"link set {host.interface} {cut}"])
             if link.shaped:
                 _batch("tc", host.name, [f"qdisc add dev {host.interface} root {link.bucket}"])
         if link.far and not has_netem():
-            self._start_line()
+            self._start_line(link)
         for port in self._ports:
             disciplines = [link.bucket] if link.shaped else []
             disciplines += [link.netem] if link.far and not self._line else []
@@ -232,11 +241,14 @@ class Network(Hosts):
                 parent = f"parent {number - 1}:1" if number > 1 else "root"
                 add = f"qdisc add dev {port} {parent} handle {number}: {discipline}"
                 _batch("tc", self._switch, [add])
+        self.link = link
 
     def counters(self) -> list[Counters]:
         return [_counters(host) for host in self.hosts]
 
     def close(self) -> None:
+        if self._line:
+            self._line.kill()
         super().close()
         if self._line:
             self._line.wait()
@@ -275,22 +287,27 @@ class Network(Hosts):
                     f"link set {host.interface} up",
                 ],
             )
-            namespaces.write_hosts(host.name, known)
+            try:
+                namespaces.write_hosts(host.name, known)
+            except OSError as error:
+                raise UserError(
+                    f"{error.filename} cannot be written ({error.strerror}), where hosts have "
+                    f"their /etc/hosts; {_ELSE}"
+                ) from None
 
     def _unshape(self) -> None:
-        if self.link.shaped:
-            for host in self.hosts:
-                _batch("tc", host.name, [f"qdisc del dev {host.interface} root"])
-        if self.link.shaped or (self.link.far and not self._line):
-            _batch("tc", self._switch, [f"qdisc del dev {port} root" for port in self._ports])
+        """Take away what there is; after a failure that may be any part of it."""
+        for host in self.hosts:
+            _try("tc", host.name, [f"qdisc del dev {host.interface} root"])
+        for kind in ("root", "ingress"):
+            _try("tc", self._switch, [f"qdisc del dev {port} {kind}" for port in self._ports])
         if self._line:
-            _batch("tc", self._switch, [f"qdisc del dev {port} ingress" for port in self._ports])
             self._line.kill()
             self._line.wait()
             self._line = None
-            _batch("ip", self._switch, ["link del line"])
+        _try("ip", self._switch, ["link del line"])
 
-    def _start_line(self) -> None:
+    def _start_line(self, link: Link) -> None:
         """Lead all that comes from the hosts through a process that delays it: see line.py."""
         _batch(
             "ip",
@@ -316,8 +333,9 @@ class Network(Hosts):
         self._line = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self._switch, sys.executable, "-I", "-S", line.__file__),
-                *("line", str(self.link.seconds), str(self.link.loss)),
+                *("line", str(link.seconds), str(link.loss)),
             ],
+            env={**os.environ, namespaces.MARK: self.run},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -371,7 +389,8 @@ def has_netem() -> bool:
     return not _trial(["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"])
 
 
-def _check(hosts: int) -> None:
+def check_hosts(hosts: int) -> None:
+    """UserError if there can be no network of so many."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise UserError(f"there can be no network of {hosts} hosts: take 1 to {MOST_HOSTS}")
 
@@ -389,6 +408,12 @@ def _hardware(number: int) -> str:
 
 def _batch(tool: str, space: str, commands: Sequence[str]) -> None:
     _run([tool, "-n", space, "-batch", "-"], "\n".join(commands))
+
+
+def _try(tool: str, space: str, commands: Sequence[str]) -> None:
+    """Those of the commands that can be done."""
+    with contextlib.suppress(UserError):
+        _run([tool, "-n", space, "-force", "-batch", "-"], "\n".join(commands))
 
 
 def _run(command: Sequence[str], given: str = "") -> str:

@@ -18,7 +18,7 @@ from ..train.errors import UserError
 from ..train.recipes import RECIPES
 from . import files
 from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, kinds_of, parse, read
-from .network import Link, unavailable
+from .network import Link, check_hosts, unavailable
 
 _DEFAULT_CONTENDERS = {
     "raw": ("fp16", "bf16", "powersgd:1", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank"),
@@ -85,6 +85,8 @@ def check(args: argparse.Namespace) -> Bench:
     contenders = [dense or parse(BASELINE, training=training), *others]
     if args.append and not args.json:
         raise UserError("--append needs --json FILE, to know where to")
+    for hosts in args.hosts:
+        check_hosts(hosts)
     loopback, links = _links(args)
     bench = Bench(
         workload=args.workload,
@@ -110,6 +112,7 @@ def check(args: argparse.Namespace) -> Bench:
             if name != "command"
         },
     )
+    _check_options(bench)
     if training:
         _check_training(bench)
     if args.json:
@@ -147,6 +150,16 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
             raise UserError(f"--set {part}: there is no {key!r}; there are {', '.join(OF_RECIPE)}")
         values[key] = read("--set", key, kinds[key], text)
     return values
+
+
+def _check_options(bench: Bench) -> None:
+    """Algorithms accept their options, with the densities that they will have."""
+    try:
+        for contender, density in bench.entries():
+            if contender.own:
+                contender.algorithm(**({"density": density} if density else {}))
+    except ValueError as error:
+        raise UserError(f"{contender.spec}: {error}") from None
 
 
 def _check_training(bench: Bench) -> None:

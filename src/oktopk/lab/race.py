@@ -6,7 +6,9 @@ links, which are shaped anew, and for all contenders.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import dataclasses
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from . import results
@@ -17,8 +19,23 @@ from .results import Result, Setting
 from .status import Status
 
 
-def measure(bench: Bench, status: Status) -> Generator[list[Result], None, None]:
-    """The results of one setting after the other, dense first in each."""
+@dataclass(frozen=True)
+class Group:
+    """What is known of one setting."""
+
+    results: list[Result]
+    """Dense first."""
+    notes: list[str]
+    """On contenders without a result."""
+    whole: bool = False
+    """No more contenders come."""
+
+
+_Found = Iterator[tuple[list[Result], list[str]]]
+
+
+def measure(bench: Bench, status: Status) -> Generator[Group, None, None]:
+    """One setting after the other, each anew whenever one more contender is measured."""
     status.expect(len(bench.hosts) * len(bench.links) * (1 + len(bench.entries())))
     for size in bench.hosts:
         status.show(f"P = {size}: starting ranks")
@@ -43,9 +60,13 @@ def measure(bench: Bench, status: Status) -> Generator[list[Result], None, None]
                     threads=bench.threads,
                 )
                 one = _train if bench.workload == "train" else _raw
-                yield results.compare(
-                    one(bench, setting, _Runner(ranks, status, setting)), bench.target_loss
-                )
+                group = Group([], [])
+                for found, notes in one(bench, setting, _Runner(ranks, status, setting)):
+                    baseline = bench.contenders[0].spec
+                    compared = results.compare(found, bench.target_loss, baseline)
+                    group = Group(compared, list(notes))
+                    yield group
+                yield dataclasses.replace(group, whole=True)
 
 
 class _Runner:
@@ -53,22 +74,25 @@ class _Runner:
 
     def __init__(self, ranks: Ranks, status: Status, setting: Setting) -> None:
         self._ranks, self._status = ranks, status
-        self._where = f"P = {setting.hosts}, {setting.link}"
+        self.where = f"P = {setting.hosts}, {setting.link}"
 
     def __call__(self, name: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         number = self._status.next_number()
-        title = f"{self._where}: {name}"
+        title = f"{self.where}: {name}"
         self._status.show(title)
-        return self._ranks.run(
-            {**job, "contender": name, "number": number},
-            lambda said: self._status.show(f"{title}, step {said['step']} of {said['steps']}"),
-        )
+        try:
+            return self._ranks.run(
+                {**job, "contender": name, "number": number},
+                lambda said: self._status.show(f"{title}, step {said['step']} of {said['steps']}"),
+            )
+        except RanksError as error:
+            raise RanksError(f"{title}: {error}") from None
 
     def finished(self) -> None:
         self._status.finished()
 
 
-def _raw(bench: Bench, setting: Setting, run: _Runner) -> list[Result]:
+def _raw(bench: Bench, setting: Setting, run: _Runner) -> _Found:
     """All contenders; dense steps are spread over the whole time, between the others.
 
     So what the machine does besides slows down dense as much as the others.
@@ -93,7 +117,11 @@ def _raw(bench: Bench, setting: Setting, run: _Runner) -> list[Result]:
         }
         dense.append(run(name, {**common, **job}))
 
-    found = []
+    found: list[Result] = []
+
+    def all_found() -> tuple[list[Result], list[str]]:
+        return [results.summarize(setting, name, None, dense), *found], []
+
     dense_piece()
     for contender, density in entries:
         settle = contender.dense_steps(0) + (3 if contender.own else 1)
@@ -109,13 +137,15 @@ def _raw(bench: Bench, setting: Setting, run: _Runner) -> list[Result]:
         answers = run(contender.spec, {**common, **job})
         found.append(results.summarize(setting, contender.spec, density, [answers]))
         run.finished()
+        yield all_found()
         dense_piece()
     run.finished()
-    return [results.summarize(setting, name, None, dense), *found]
+    yield all_found()
 
 
-def _train(bench: Bench, setting: Setting, run: _Runner) -> list[Result]:
-    found = []
+def _train(bench: Bench, setting: Setting, run: _Runner) -> _Found:
+    found: list[Result] = []
+    notes: list[str] = []
     for contender, density in [(bench.contenders[0], None), *bench.entries()]:
         job = {
             "workload": "train",
@@ -128,11 +158,13 @@ def _train(bench: Bench, setting: Setting, run: _Runner) -> list[Result]:
         }
         answers = run(contender.spec, job)
         count = len(answers[0]["steps"])
-        if not count:
-            raise RanksError(f"{contender.spec}: {answers[0]['failed']}")
-        # Dense steps at the start are no measure of the others, nor is the first of those.
-        steady_from = min(answers[0]["dense_steps"] + 1, count - 1)
-        result = results.summarize(setting, contender.spec, density, [answers], steady_from)
-        found.append(results.add_training(result, answers))
+        if count:
+            # Dense steps at the start are no measure of the others, nor is the first of those.
+            steady_from = min(answers[0]["dense_steps"] + 1, count - 1)
+            result = results.summarize(setting, contender.spec, density, [answers], steady_from)
+            found.append(results.add_training(result, answers))
+        else:
+            name = results.full_name(contender.spec, density)
+            notes.append(f"{run.where}: {name}: {answers[0]['failed']}")
         run.finished()
-    return found
+        yield found, notes

@@ -80,7 +80,8 @@ class Result:
     seconds: Spread
     """Of the slowest rank in each step."""
     speedup: float | None
-    """Median of dense in the same setting and run, over this median."""
+    """Median of dense in the same setting and run, over this median; in training, both of the steps
+    that both took, as batches differ. None if there are none."""
     compute: float
     """Median over steps of the ranks' mean; for training what is not `communication`."""
     communication: float
@@ -104,6 +105,8 @@ class Result:
     samples_per_second: float | None = None
     """Over all steps, a dense warm-up included."""
     total_seconds: float | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the slowest rank in every step; the last `steps` of them are measured."""
     final_loss: float | None = None
     """Mean of the last `window` steps."""
     curve: list[list[float]] = field(default_factory=list)
@@ -118,15 +121,19 @@ class Result:
     @property
     def name(self) -> str:
         """The contender, with its density where it does not say it itself."""
-        if self.density is None or "density=" in self.contender:
-            return self.contender
-        joint = "," if ":" in self.contender else ":"
-        return f"{self.contender}{joint}density={self.density:g}"
+        return full_name(self.contender, self.density)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Result:
         nested = {"setting": Setting(**values["setting"]), "seconds": Spread(**values["seconds"])}
         return cls(**{**values, **nested})
+
+
+def full_name(contender: str, density: float | None) -> str:
+    """A contender, with its density where it does not say it itself."""
+    if density is None or "density=" in contender:
+        return contender
+    return f"{contender}{',' if ':' in contender else ':'}density={density:g}"
 
 
 def summarize(
@@ -206,13 +213,17 @@ def add_training(result: Result, answers: Sequence[Mapping[str, Any]]) -> Result
     ended = [first["failed"]] if first["failed"] else []
     planned = first["planned"]
     if not ended and len(steps) < planned:
-        ended = [f"ended by --seconds after {len(steps)} of {planned} steps"]
+        ended = [
+            f"ended by --seconds after {len(steps)} of {planned} steps: ms and samples/s are of "
+            "fewer batches than others', x dense is of the steps that both took"
+        ]
     if len(steps) < first["dense_steps"] + 2:
         ended.append("it took none but dense steps, so its time says nothing about others")
     return dataclasses.replace(
         result,
         samples_per_second=first["samples"] * len(steps) / ends[-1],
         total_seconds=ends[-1],
+        step_seconds=[max(record["seconds"] for record in step) for step in steps],
         final_loss=None if first["failed"] else means[-1],
         curve=[[round(s, 4), loss] for s, loss in zip(ends, means, strict=True)],
         window=window,
@@ -220,20 +231,23 @@ def add_training(result: Result, answers: Sequence[Mapping[str, Any]]) -> Result
     )
 
 
-def compare(results: Sequence[Result], target_loss: float | None) -> list[Result]:
-    """Results of one setting, the first of which is dense, with their ratios to it.
+def compare(
+    results: Sequence[Result], target_loss: float | None, baseline: str = "dense"
+) -> list[Result]:
+    """Results of one setting, with their ratios to dense.
 
     Args:
         target_loss: of training; None takes the loss that dense has at its end.
+        baseline: the contender that is meant by dense; it may have no result.
     """
-    dense = results[0]
+    dense = next((result for result in results if result.contender == baseline), None)
     target = target_loss
-    if target is None and dense.window and len(dense.curve) >= dense.window:
+    if target is None and dense and dense.window and len(dense.curve) >= dense.window:
         target = dense.final_loss
-    until = _seconds_to(dense, target)
+    until = _seconds_to(dense, target) if dense else None
     compared = []
     for result in results:
-        speedup = dense.seconds.median / result.seconds.median
+        speedup = _speedup(dense, result) if dense else None
         if result.setting.workload == "raw":
             compared.append(dataclasses.replace(result, speedup=speedup))
             continue
@@ -248,6 +262,18 @@ def compare(results: Sequence[Result], target_loss: float | None) -> list[Result
             )
         )
     return compared
+
+
+def _speedup(dense: Result, result: Result) -> float | None:
+    if result.setting.workload == "raw":
+        return dense.seconds.median / result.seconds.median
+    both = (dense, result)
+    common = slice(
+        max(len(each.step_seconds) - each.steps for each in both),
+        min(len(each.step_seconds) for each in both),
+    )
+    theirs, own = (each.step_seconds[common] for each in both)
+    return statistics.median(theirs) / statistics.median(own) if own else None
 
 
 def _seconds_to(result: Result, target: float | None) -> float | None:

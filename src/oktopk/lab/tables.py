@@ -13,7 +13,8 @@ COLUMNS = """columns
   ms            median time of a step, the slowest rank
   quartiles     a quarter of the steps took no longer than the first, a quarter longer than the
                 second
-  x dense       how many times as fast as dense, by the medians
+  x dense       how many times as fast as dense, by the medians; in training, by those of the
+                steps that both took, neither being in its dense warm-up
   compute       ms of a step that ranks compute; ranks that share cores take longer for it than
                 they would on machines of their own
   network       ms that they exchange messages and wait for each other; in training, all that

@@ -52,10 +52,20 @@ def make_config(
 
 
 class Training:
-    """A model in DDP, and one contender's way to average its gradients. Collective."""
+    """A model in DDP, and one contender's way to average its gradients. Collective.
+
+    Args:
+        steps: 0 for the epochs of the configuration.
+        bucket_mb: of DDP's own contenders; None leaves it to DDP.
+    """
 
     def __init__(
-        self, config: Config, contender: Contender, density: float | None, steps: int
+        self,
+        config: Config,
+        contender: Contender,
+        density: float | None,
+        steps: int,
+        bucket_mb: float | None = None,
     ) -> None:
         self.config, self.contender = config, contender
         torch.manual_seed(config.seed)
@@ -67,11 +77,11 @@ class Training:
         self.optimizer = make_optimizer(config, self.net)
         self.compression: Compression | None = None
         self._stats: StepStats | None = None
-        self.model = self._wrap(density)
+        self.model = self._wrap(density, bucket_mb)
         self._done, self._last_gradient = 0, 0.0
         self._hooks = [p.register_hook(self._note_time) for p in self.net.parameters()]
 
-    def _wrap(self, density: float | None) -> DistributedDataParallel:
+    def _wrap(self, density: float | None, bucket_mb: float | None) -> DistributedDataParallel:
         contender, config, options = self.contender, self.config, no_broadcast()
         if contender.own:
             model = DistributedDataParallel(self.net, **options)
@@ -90,8 +100,8 @@ class Training:
             return model
         if contender.name == "powersgd":
             options["bucket_cap_mb"] = _ONE_BUCKET_MB
-        elif "bucket_mb" in contender.training:
-            options["bucket_cap_mb"] = config.bucket_mb
+        elif bucket_mb is not None:
+            options["bucket_cap_mb"] = bucket_mb
         model = DistributedDataParallel(self.net, **options)
         if contender.name != "dense":
             model.register_comm_hook(*ddp_hook(contender))

@@ -91,9 +91,12 @@ class Config:
     """Algorithm: oktopk, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank or dense."""
     density: float = 0.02
     """Share of the gradient's entries that is applied in a step."""
-    wire: str = "bfloat16"
+    wire: str = "int8"
     """How entries travel: plain (8 bytes each), float32, bfloat16 (3 bytes), float16 or int8 (2
     bytes). What rounding costs stays in the residual."""
+    capacity: float = 1.15
+    """Of oktopk: room of a message in multiples of k/P, so that messages have a fixed size; 0:
+    sizes are exchanged first."""
     warmup_steps: int = 128
     """Dense steps before the first sparse one."""
     sigma_scale: float = 2.5
@@ -164,6 +167,8 @@ class Config:
             "warmup_steps": self.warmup_steps,
             "wire": self.wire,
         }
+        if self.compressor.lower() == "oktopk":
+            options["capacity"] = self.capacity or None
         if self.compressor.lower() == "gaussiank":
             options["sigma_scale"] = self.sigma_scale
         try:
