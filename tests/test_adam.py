@@ -24,7 +24,8 @@ from oktopk.state import redistribute, upgraded
 from ranks import Rank, Ranks
 
 WARMUP, INTERVAL = 4, 3
-OKTOPK = oktopk.OkTopk(density=0.1, warmup_steps=WARMUP)
+# Rounded values would make small differences large.
+OKTOPK = oktopk.OkTopk(density=0.1, warmup_steps=WARMUP, wire="float32")
 BETAS = (0.8, 0.9)
 PAIRS: list[tuple[type, type]] = [
     (oktopk.AdamW, torch.optim.AdamW),

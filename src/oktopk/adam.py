@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .engine import AllReducer, log, reducer_of
 from .kernels import for_device
 
-_REFRESH_INTERVAL = 256
+_REFRESH_INTERVAL = 512
 _SPARSE_BETA1 = 0.5
 """Momentum of sparse steps. What arrives is the mean of many steps already; to spread it over ten
 more makes it only later."""

@@ -176,7 +176,7 @@ class SparseAllreduce:
         target = algorithm.target(self.numel, self._state.step)
         exact = "float32" if self._residual.dtype == torch.float32 else "plain"
         self._transport.reset()
-        if self._first and not self.dense:
+        if self._first:
             self._transport.meet()
         step = Step(
             gradient,

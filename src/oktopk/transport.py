@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TEXT_BYTES = 1024
+_SMALL = 1 << 18
+"""Bytes up to which an allreduce is done in two rounds of messages."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -67,10 +70,32 @@ class Transport:
         """Sum over ranks, in place."""
         if self.size == 1:
             return
+        if tensor.nbytes <= _SMALL and self.size > 2 and tensor.device.type == "cpu":
+            self._all_reduce_small(tensor)
+            return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
         self._count(share, share)
         with self.peers("an allreduce"):
             dist.all_reduce(tensor, group=self.group)
+
+    def _all_reduce_small(self, tensor: Tensor) -> None:
+        """Gloo's is a ring of 2(P-1) steps. Where each takes longer than its bytes do, two direct
+        rounds are faster, with the same bytes: each rank sums its part of all, and hands it out."""
+        flat = tensor.flatten()
+        ends = [flat.numel() * j // self.size for j in range(self.size + 1)]
+        parts = [flat[low:high] for low, high in pairwise(ends)]
+        mine = parts[self.rank]
+        found = [mine] * self.size
+        sizes, messages = [mine.nbytes] * self.size, [part.view(torch.uint8) for part in parts]
+        for source, message in self.exchange(messages, sizes, self.size):
+            found[source] = message.view(flat.dtype)
+        if mine.numel():
+            mine.copy_(sum(found[1:], found[0]))
+        sizes = [part.nbytes for part in parts]
+        for source, message in self.exchange([messages[self.rank]] * self.size, sizes, self.size):
+            parts[source].copy_(message.view(flat.dtype))
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view_as(tensor))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; all of one size and type."""

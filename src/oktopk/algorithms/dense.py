@@ -31,7 +31,6 @@ class Dense(Algorithm):
     def reduce(self, step: Step) -> Tensor:
         sums = step.merge()
         with step.time("reduce"):
-            step.transport.meet()
             step.transport.all_reduce(sums)
             # A NaN or Inf of any rank is one in the sum, the same on all; and what is not finite
             # makes the sum of all elements so, which is faster to see than to find.

@@ -30,7 +30,6 @@ class GTopk(Algorithm):
         step.clear(mine, mine)
         distances = [2**level for level in range(math.ceil(math.log2(size)))]
         with step.time("exchange"):
-            step.transport.meet()
             for distance in distances:
                 if rank % (2 * distance) == distance:
                     message, _ = self._pack(step, mine)

@@ -85,7 +85,6 @@ class OkTopk(Algorithm):
         adapts = self.capacity is None and is_due(state.sparse_steps, self.region_interval)
         if adapts or not state.boundaries:
             with step.time("exchange"):
-                transport.meet()
                 state.boundaries = _regions(step, local)
         return self._with_sizes(step, local) if self.capacity is None else self._fixed(step, local)
 

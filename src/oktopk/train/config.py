@@ -66,7 +66,7 @@ class Config:
     """Of sgd; the beta1 of adamw and torch-adamw."""
     momentum_correction: bool = False
     """Accumulate momentum on each worker before compression, as DGC does, instead of after it."""
-    refresh_interval: int = 256
+    refresh_interval: int = 512
     """Sparse steps in which adamw brings its second moment up to date; 0 keeps it as the warm-up
     left it."""
     weight_decay: float = 0.0
