@@ -10,7 +10,7 @@ from ranks import Ranks
 
 SIZES = (1, 2, 3, 4, 5, 8)
 
-settings.register_profile("oktopk", deadline=None, max_examples=60)
+settings.register_profile("oktopk", deadline=None, max_examples=40)
 settings.load_profile("oktopk")
 
 

@@ -356,7 +356,10 @@ def sent(rank: Rank, interval: int | None) -> list[int]:
 
 def test_bytes_of_the_refresh_are_counted(ranks: Ranks) -> None:
     """With a learning rate of 0 both runs have the same gradients."""
-    frozen, refreshed = (ranks.run(4, sent, interval)[0] for interval in (None, INTERVAL))
+    frozen, refreshed = (
+        [sum(step) / 4 for step in zip(*ranks.run(4, sent, interval), strict=True)]
+        for interval in (None, INTERVAL)
+    )
     extra = [b - a for a, b in zip(frozen, refreshed, strict=True)]
     elements = sum(p.numel() for p in net().parameters() if p.numel() >= 512)
     matrices = sum(1 for p in net().parameters() if p.numel() >= 512)

@@ -205,7 +205,7 @@ def configs(draw: st.DrawFn) -> Config:
         if draw(st.booleans()):
             values[name] = draw(_TEXT)
     values.update(optimizer="sgd", compressor=draw(st.sampled_from(["oktopk", "topka", "dense"])))
-    values["anneal"] = 1 + draw(number)
+    values["anneal"], values["capacity"] = 1 + draw(number), 1 + draw(number)
     name = draw(st.sampled_from(["", *RECIPES]))
     return recipe(name, **values) if name else Config(**values)
 

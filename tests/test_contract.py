@@ -30,6 +30,8 @@ from ranks import Rank, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 DENSITIES = (0.001, 0.02, 0.5, 1.0)
+LONG = 30
+"""Steps in which thresholds settle and follow."""
 ROUNDING = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 1e-5}
 """Most that conservation may be off, relative to the sum of magnitudes; bfloat16 gradients are
 summed in float32, and what rounding the result costs stays in the residual."""
@@ -84,10 +86,10 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
         for pattern, numel, density, dtype, travels in itertools.product(
             PATTERNS, numels, DENSITIES, DTYPES, FORMATS
         ):
-            steps = 50 if pattern == "drifting" and numel > 1000 else 4
+            steps = LONG if pattern == "drifting" and numel > 1000 else 4
             yield Case(pattern, numel, density, dtype, steps, travels)
         return
-    one_in = 7 if size < 5 else 11  # many processes take long on few cores
+    one_in = 9 if size < 5 else 13  # many processes take long on few cores
     for j, (pattern, numel) in enumerate(itertools.product(PATTERNS, numels)):
         turn = j + shift + j // len(numels)
         if turn % one_in == 0:
@@ -97,7 +99,7 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
             yield Case(pattern, numel, density, dtype, 4, travels)
     numel, density = numels[4 + shift % 3], (0.02, 0.001, 0.5)[shift // 3 % 3]
     dtype, travels = list(DTYPES)[(shift + shift // 3) % 3], FORMATS[(shift + size) % len(FORMATS)]
-    yield Case("drifting", numel, density, dtype, 50, travels)
+    yield Case("drifting", numel, density, dtype, LONG, travels)
 
 
 def make(name: str, case: Case) -> oktopk.Algorithm:
@@ -200,7 +202,7 @@ def check_counts(row: Row, steps: Steps) -> None:
 def check_steady(row: Row, case: Case, steps: Steps) -> None:
     """Near k on average, once thresholds have settled, also where single steps may fall short."""
     k = steps[0][0]["target"]
-    if row.applied is not None and case.steps == 50 and k >= 100:
+    if row.applied is not None and case.steps == LONG and k >= 100:
         off = [abs(records[0]["selected_global"] / k - 1) for records in steps[10:]]
         assert sum(off) / len(off) <= 0.1, f"{steps[0][0]['where']}: {off}"
 

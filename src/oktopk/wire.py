@@ -197,7 +197,7 @@ class Wire:
         if self.format == "float16" and count:
             largest = float(values.abs().max())
             if 0 < largest < math.inf:
-                power = max(-100, min(100, 15 - math.frexp(largest)[1]))
+                power = max(-127, min(127, 15 - math.frexp(largest)[1]))
                 values = values * 2.0**power
         limit = torch.finfo(dtype).max
         written.copy_(values.clamp(-limit, limit))

@@ -148,6 +148,11 @@ class Config:
             raise UserError(f"--lr is {self.lr}, but must be above 0: the default is 0.01")
         if not 0 <= self.momentum < 1:
             raise UserError(f"--momentum is {self.momentum}, but must be at least 0 and below 1")
+        if self.capacity != 0 and not 1 <= self.capacity < 100:
+            raise UserError(
+                f"--capacity is {self.capacity}, but must be at least 1, such as 1.15, or 0 to "
+                "exchange sizes"
+            )
         if self.momentum_correction and self.optimizer != "sgd":
             raise UserError("--momentum-correction needs --optimizer sgd")
         if self.dataset == "manifest" and not (self.train_manifest and self.val_manifest):
