@@ -89,7 +89,7 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
             steps = LONG if pattern == "drifting" and numel > 1000 else 4
             yield Case(pattern, numel, density, dtype, steps, travels)
         return
-    one_in = 9 if size < 5 else 13  # many processes take long on few cores
+    one_in = 13 if size < 5 else 19  # many processes take long on few cores
     for j, (pattern, numel) in enumerate(itertools.product(PATTERNS, numels)):
         turn = j + shift + j // len(numels)
         if turn % one_in == 0:
