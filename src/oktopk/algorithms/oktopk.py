@@ -19,8 +19,6 @@ MANY = 1.5
 _FEW = 512
 """Sums that are so few in all that each rank gets all of them and picks the k largest itself:
 this takes fewer bytes than a search for the threshold, and one message instead of many."""
-
-
 _AIM = 0.7
 """Share of the room beyond k that the threshold of messages of fixed size aims at."""
 
@@ -167,7 +165,6 @@ class OkTopk(Algorithm):
             mine = keep_largest(mine, limit)[0] if len(mine) > limit else mine
             step.check(mine)
         with step.time("gather"):
-            rooms = [wire.room(min(most, span), span, added=2) for span in spans]
             message, rounded = wire.encode(mine, [step.finite, wrong], rooms[rank])
             parts, notes = gather(step, mine, message, rounded, rooms)
             notes[rank] = [step.finite, wrong]
