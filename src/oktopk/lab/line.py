@@ -39,6 +39,8 @@ def run(device: str, seconds: float, loss: float) -> None:
     fcntl.ioctl(line, _TUNSETOFFLOAD, offloads)
     with contextlib.suppress(OSError):  # a delay of 0.1 ms cannot wait for a turn of several ms
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    # On another core, a frame would wait in another queue, and overtake those before it.
+    os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
     gc.disable()
     print("ready", flush=True)
 

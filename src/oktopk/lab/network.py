@@ -224,7 +224,11 @@ class Network(Hosts):
         return self._popen(here, [*enter, *rename, *command], env, popen)
 
     def shape(self, link: Link) -> None:
-        """Change the links of all hosts, also while they are in use. If it fails, try again."""
+        """Change the links of all hosts, also while they are in use. If it fails, try again.
+
+        A connection's packets stay as large as when it was made. Where a slower link takes only
+        smaller ones, the kernel cuts them in software, which takes time: better connect anew.
+        """
         self._unshape()
         self.link = Link()
         cut = f"gso_max_size {link.largest_packet}"

@@ -1,12 +1,12 @@
 """The race: for each number of hosts, for each link, every contender in its turn.
 
-For each number of hosts a network is made, and one rank started on each host. They stay for all
-links, which are shaped anew, and for all contenders.
+For each of them a network is made, and one rank started on each host. They stay for all contenders.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,36 +37,33 @@ _Found = Iterator[tuple[list[Result], list[str]]]
 def measure(bench: Bench, status: Status) -> Generator[Group, None, None]:
     """One setting after the other, each anew whenever one more contender is measured."""
     status.expect(len(bench.hosts) * len(bench.links) * (1 + len(bench.entries())))
-    for size in bench.hosts:
-        status.show(f"P = {size}: starting ranks")
+    for size, link in itertools.product(bench.hosts, bench.links):
+        setting = Setting(
+            workload=bench.workload,
+            hosts=size,
+            rate=link.rate,
+            bits=link.bits if link.rate else None,
+            delay=link.delay,
+            loss=link.loss,
+            loopback=bench.loopback,
+            cores=results.cores(),
+            threads=bench.threads,
+        )
+        status.show(f"P = {size}, {setting.link}: starting ranks")
         with (
-            Loopback(size) if bench.loopback else Network(size) as hosts,
+            Loopback(size) if bench.loopback else Network(size, link) as hosts,
             Ranks(
                 hosts, counts=not bench.loopback, threads=bench.threads, timeout=bench.timeout
             ) as ranks,
         ):
-            for link in bench.links:
-                if isinstance(hosts, Network):
-                    hosts.shape(link)
-                setting = Setting(
-                    workload=bench.workload,
-                    hosts=size,
-                    rate=link.rate,
-                    bits=link.bits if link.rate else None,
-                    delay=link.delay,
-                    loss=link.loss,
-                    loopback=bench.loopback,
-                    cores=results.cores(),
-                    threads=bench.threads,
-                )
-                one = _train if bench.workload == "train" else _raw
-                group = Group([], [])
-                for found, notes in one(bench, setting, _Runner(ranks, status, setting)):
-                    baseline = bench.contenders[0].spec
-                    compared = results.compare(found, bench.target_loss, baseline)
-                    group = Group(compared, list(notes))
-                    yield group
-                yield dataclasses.replace(group, whole=True)
+            one = _train if bench.workload == "train" else _raw
+            group = Group([], [])
+            for found, notes in one(bench, setting, _Runner(ranks, status, setting)):
+                baseline = bench.contenders[0].spec
+                compared = results.compare(found, bench.target_loss, baseline)
+                group = Group(compared, list(notes))
+                yield group
+        yield dataclasses.replace(group, whole=True)
 
 
 class _Runner:
