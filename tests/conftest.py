@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from launch import Warm
 from ranks import Ranks
 
 SIZES = (1, 2, 3, 4, 5, 8)
@@ -33,6 +34,13 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(SIZES)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Runs scripts without the seconds that importing torch takes."""
+    with Warm("torch._dynamo", "oktopk", "oktopk.train.trainer") as forks:
+        yield forks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from torch import Tensor
 
 import oktopk
 from gradients import PATTERNS
+from launch import Warm
 from models import SMALL, attached, batch, loss_of, net, parameters, run, sgd
 from ranks import Rank, Ranks
 
@@ -224,34 +222,38 @@ ENDINGS = {
 }
 
 
-def start(script: str, folder: Path, size: int = 2) -> list[subprocess.Popen[str]]:
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def ended(warm: Warm, script: str, folder: Path, size: int = 2) -> list[Ended]:
     """Ranks as separate processes, met through a file, so that each one's end can be seen."""
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+    path, store = folder / "script.py", f"file://{folder}/store"
+    path.write_text(script)
+    files = [(folder / f"{rank}.out", folder / f"{rank}.err") for rank in range(size)]
+    children = [
+        warm.start(path, store, rank, size, environ={}, out=out, err=err)
+        for rank, (out, err) in enumerate(files)
+    ]
+    codes = [warm.wait(child, timeout=60)[0] for child in children]
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", script, f"file://{folder}/store", str(rank), str(size)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
+        Ended(code, out.read_text(), err.read_text())
+        for code, (out, err) in zip(codes, files, strict=True)
     ]
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_process_ends_cleanly(ending: str, tmp_path: Path) -> None:
+def test_the_process_ends_cleanly(warm: Warm, ending: str, tmp_path: Path) -> None:
     code, expected = ENDINGS[ending]
-    processes = start(SCRIPT + code, tmp_path)
-    for process in processes:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == expected, err
-        assert "trained" in out
-        assert "Fatal" not in err
-        assert "terminate called" not in err
+    for process in ended(warm, SCRIPT + code, tmp_path):
+        assert process.code == expected, process.err
+        assert "trained" in process.out
+        assert "Fatal" not in process.err
+        assert "terminate called" not in process.err
 
 
 DYING = (
@@ -274,15 +276,12 @@ assert time.monotonic() - begun < 30
 )
 
 
-def test_a_lost_rank_is_an_error_from_backward(tmp_path: Path) -> None:
-    survivor, lost = start(DYING, tmp_path)
-    lost.communicate(timeout=60)
-    begun = time.monotonic()
-    out, err = survivor.communicate(timeout=60)
-    assert "PeerError" in out, err
-    assert "again" in out, err
-    assert survivor.returncode == 0, err
-    assert time.monotonic() - begun < 45
+def test_a_lost_rank_is_an_error_from_backward(warm: Warm, tmp_path: Path) -> None:
+    survivor, lost = ended(warm, DYING, tmp_path)
+    assert "PeerError" in survivor.out, survivor.err
+    assert "again" in survivor.out, survivor.err
+    assert survivor.code == 0, survivor.err
+    assert lost.code == 3
 
 
 def long_run(rank: Rank, folder: str, stop_at: int) -> tuple[Tensor, Any]:

@@ -7,7 +7,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch import alone, torchrun
+from launch import Warm, torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ["ddp", "accelerate_loop", "lightning_trainer", "transformers_trainer"]
@@ -26,14 +26,23 @@ Run = Callable[[str], tuple[Path, dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def frameworks() -> Iterator[Warm]:
+    """Runs examples without the seconds that importing a framework takes."""
+    names = ("torch._dynamo", "accelerate", "oktopk.integrations.lightning")
+    with Warm(*names, "oktopk.integrations.transformers", "transformers.trainer") as forks:
+        yield forks
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, frameworks: Warm) -> Run:
     """Trains an example in one go, once for all tests: its checkpoint, and what it printed."""
 
     @functools.cache
     def run(name: str) -> tuple[Path, dict[str, float]]:
         folder = tmp_path_factory.mktemp(name)
         checkpoint = ["--checkpoint", folder] if name in RESUMABLE else []
-        return folder, _numbers(torchrun(_script(name), "--steps", STEPS, *checkpoint))
+        start = torchrun if name == "ddp" else frameworks.torchrun
+        return folder, _numbers(start(_script(name), "--steps", STEPS, *checkpoint))
 
     return run
 
@@ -48,9 +57,9 @@ def test_examples_learn(name: str, trained: Run) -> None:
     assert numbers["megabytes sent"] > 0
 
 
-def test_examples_send_fewer_bytes_than_dense(trained: Run) -> None:
+def test_examples_send_fewer_bytes_than_dense(trained: Run, warm: Warm) -> None:
     _, sparse = trained("ddp")
-    dense = _numbers(torchrun(_script("ddp"), "--steps", STEPS, "--algorithm", "dense"))
+    dense = _numbers(warm.torchrun(_script("ddp"), "--steps", STEPS, "--algorithm", "dense"))
     assert dense["last loss"] < 0.75 * dense["first loss"]
     assert sparse["first loss"] == dense["first loss"]
     assert sparse["megabytes sent"] < dense["megabytes sent"] / 3
@@ -58,21 +67,22 @@ def test_examples_send_fewer_bytes_than_dense(trained: Run) -> None:
     assert dense["sparsity"] == 0.0
 
 
-def test_plain_example_goes_on_from_its_checkpoint(trained: Run) -> None:
+def test_plain_example_goes_on_from_its_checkpoint(trained: Run, warm: Warm) -> None:
     folder, _ = trained("ddp")
-    printed = torchrun(_script("ddp"), "--checkpoint", folder, "--steps", STEPS)
+    printed = warm.torchrun(_script("ddp"), "--checkpoint", folder, "--steps", STEPS)
     assert f"is at step {STEPS}" in printed
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_examples_go_on_bitwise(name: str, trained: Run, tmp_path: Path) -> None:
-    torchrun(_script(name), "--checkpoint", tmp_path, "--steps", BREAK)
+def test_examples_go_on_bitwise(name: str, trained: Run, frameworks: Warm, tmp_path: Path) -> None:
+    frameworks.torchrun(_script(name), "--checkpoint", tmp_path, "--steps", BREAK)
     before = _states(name, tmp_path, BREAK)
     assert [state["step"] for state in before] == [BREAK] * 2
     largest = max(before[0]["residual"].values(), key=Tensor.numel)
     assert largest.count_nonzero() > 0.5 * largest.numel()
 
-    numbers = _numbers(torchrun(_script(name), "--checkpoint", tmp_path, "--steps", STEPS))
+    printed = frameworks.torchrun(_script(name), "--checkpoint", tmp_path, "--steps", STEPS)
+    numbers = _numbers(printed)
     expected, expected_numbers = trained(name)
     assert numbers["last loss"] == expected_numbers["last loss"]
     _assert_equal(_model(name, tmp_path), _model(name, expected))
@@ -83,9 +93,9 @@ def test_examples_go_on_bitwise(name: str, trained: Run, tmp_path: Path) -> None
         _assert_equal(mine["residual"], theirs["residual"])
 
 
-def test_a_trainer_without_ddp_is_told_to_use_it() -> None:
+def test_a_trainer_without_ddp_is_told_to_use_it(frameworks: Warm) -> None:
     with pytest.raises(AssertionError, match=r"needs a model in DDP.*torchrun"):
-        alone(_script("transformers_trainer"), "--steps", 1)
+        frameworks.alone(_script("transformers_trainer"), "--steps", 1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from launch import torchrun
+from launch import Warm
 from oktopk.train.config import Config
 from oktopk.train.data import spoken
 from oktopk.train.errors import UserError
@@ -65,11 +65,13 @@ def tiny(corpus: Path, folder: Path, name: str = "spoken", **values: Any) -> Con
 
 
 @pytest.fixture(scope="module")
-def trainings(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def trainings(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm
+) -> tuple[Any, Path]:
     """What trainings.py found on two workers, and the folder of its runs."""
     folder = tmp_path_factory.mktemp("runs")
     script = Path(__file__).with_name("trainings.py")
-    printed = torchrun(script, corpus, folder, timeout=240)
+    printed = warm.torchrun(script, corpus, folder, timeout=240)
     return json.loads(printed.splitlines()[-1]), folder
 
 

@@ -1,4 +1,4 @@
-"""Small trainings on two real workers, for test_train.py; run by torchrun, prints JSON at the end.
+"""Small trainings on two real workers, for test_train.py; started as by torchrun, prints JSON.
 
 torchrun --nproc-per-node 2 tests/trainings.py CORPUS FOLDER
 """
