@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import oktopk
+from launch import Warm
 from models import attached, net, parameters, run, sgd
 from oktopk.state import redistribute, sharers
 from ranks import Rank, Ranks
 
 OKTOPK = oktopk.OkTopk(density=0.05, warmup_steps=2)
+Checkpoint = Callable[[int], tuple[Path, list[Any]]]
 
 
 def through(rank: Rank, folder: str | None, algorithm: oktopk.Algorithm, momentum: float) -> Tensor:
@@ -63,6 +66,18 @@ def saved(rank: Rank, folder: str, algorithm: oktopk.Algorithm = OKTOPK, steps: 
     return handle.state_dict()
 
 
+@pytest.fixture(scope="module")
+def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Saves with so many ranks, once for all tests: the folder, and the state of each rank."""
+
+    @functools.cache
+    def save(size: int) -> tuple[Path, list[Any]]:
+        folder = tmp_path_factory.mktemp(f"ranks-{size}")
+        return folder, ranks.run(size, saved, str(folder))
+
+    return save
+
+
 def loaded(
     rank: Rank,
     folder: str,
@@ -82,10 +97,10 @@ def loaded(
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (2, 3), (5, 4), (1, 3), (3, 1)])
 def test_another_number_of_ranks_keeps_the_pending_average(
-    ranks: Ranks, old: int, new: int, tmp_path: Path
+    ranks: Ranks, old: int, new: int, checkpoint: Checkpoint
 ) -> None:
-    before = ranks.run(old, saved, str(tmp_path))
-    after = ranks.run(new, loaded, str(tmp_path))
+    folder, before = checkpoint(old)
+    after = ranks.run(new, loaded, str(folder))
     for kind in ("residual", "velocity"):
         for name in before[0][kind]:
             pending = sum(state[kind][name] for state in before) / old
@@ -162,9 +177,9 @@ def test_files_load_safely_and_old_data_go(ranks: Ranks, tmp_path: Path) -> None
     ],
 )
 def test_damage_is_an_error_on_every_rank(
-    ranks: Ranks, damage: str, message: str, tmp_path: Path
+    ranks: Ranks, damage: str, message: str, tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
-    ranks.run(2, saved, str(tmp_path))
+    shutil.copytree(checkpoint(2)[0], tmp_path, dirs_exist_ok=True)
     [file] = tmp_path.glob("data-*/rank-1.pt")
     manifest = tmp_path / "manifest.json"
     match damage:
@@ -205,23 +220,26 @@ def other_net() -> nn.Sequential:
     ids=["density", "algorithm", "shape", "names", "momentum"],
 )
 def test_what_does_not_fit_is_an_error_or_logged(
-    ranks: Ranks, change: dict[str, Any], message: str, tmp_path: Path
+    ranks: Ranks, change: dict[str, Any], message: str, checkpoint: Checkpoint
 ) -> None:
-    before = ranks.run(2, saved, str(tmp_path))
+    folder, before = checkpoint(2)
     arguments = {"algorithm": OKTOPK, "model": None, "momentum": 0.5} | change
-    for _, error in ranks.outcomes(2, loaded, str(tmp_path), True, *arguments.values()):
+    for _, error in ranks.outcomes(2, loaded, str(folder), True, *arguments.values()):
         assert error is not None
         assert message in error
         assert "strict=False" in error
     for (state, _), old in zip(
-        ranks.run(2, loaded, str(tmp_path), False, *arguments.values()), before, strict=True
+        ranks.run(2, loaded, str(folder), False, *arguments.values()), before, strict=True
     ):
         assert state["step"] == 6
         assert torch.equal(state["residual"]["0.weight"], old["residual"]["0.weight"])
 
 
-def test_a_missing_ranks_residual_counts_as_zero_if_asked(ranks: Ranks, tmp_path: Path) -> None:
-    before = ranks.run(3, saved, str(tmp_path))
+def test_a_missing_ranks_residual_counts_as_zero_if_asked(
+    ranks: Ranks, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    folder, before = checkpoint(3)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     [file] = tmp_path.glob("data-*/rank-1.pt")
     file.unlink()
     after = [state for state, _ in ranks.run(3, loaded, str(tmp_path), False)]
@@ -248,8 +266,8 @@ def of_other_size(rank: Rank, states: list[Any]) -> None:
     handle.load_state_dict(states[rank.rank])
 
 
-def test_states_of_more_ranks_need_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    states = ranks.run(3, saved, str(tmp_path))
+def test_states_of_more_ranks_need_the_checkpoint(ranks: Ranks, checkpoint: Checkpoint) -> None:
+    _, states = checkpoint(3)
     for _, error in ranks.outcomes(2, of_other_size, states):
         assert "saved by 3 ranks, here are 2" in str(error)
         assert "oktopk.checkpoint.load" in str(error)
@@ -261,8 +279,10 @@ def unwritable(rank: Rank, folder: str) -> None:
     oktopk.checkpoint.save(folder, handle, own=own)
 
 
-def test_what_could_not_be_loaded_safely_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, saved, str(tmp_path))
+def test_what_could_not_be_loaded_safely_is_not_saved(
+    ranks: Ranks, tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    shutil.copytree(checkpoint(2)[0], tmp_path, dirs_exist_ok=True)
     names = sorted(path.name for path in tmp_path.iterdir())
     for _, error in ranks.outcomes(2, unwritable, str(tmp_path)):
         assert "the checkpoint was not written, an earlier one is as it was" in str(error)
@@ -271,8 +291,8 @@ def test_what_could_not_be_loaded_safely_is_not_saved(ranks: Ranks, tmp_path: Pa
     ranks.run(2, loaded, str(tmp_path))
 
 
-def alone() -> oktopk.DistributedOptimizer:
-    model = nn.Linear(100, 100)
+def alone(width: int = 100) -> oktopk.DistributedOptimizer:
+    model = nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return oktopk.DistributedOptimizer(optimizer, model.named_parameters(), OKTOPK)
 
@@ -315,7 +335,8 @@ WRITER = """
 import sys, torch, oktopk
 model = torch.nn.Linear(300, 300)
 optimizer = oktopk.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), oktopk.OkTopk())
+    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+    oktopk.OkTopk(density=0.05, warmup_steps=2))
 while True:
     model(torch.randn(4, 300)).sum().backward()
     optimizer.step()
@@ -323,38 +344,25 @@ while True:
     oktopk.checkpoint.save(sys.argv[1], optimizer, shared={"step": step})
     print(step, flush=True)
 """
-READER = """
-import sys, torch, oktopk
-model = torch.nn.Linear(300, 300)
-optimizer = oktopk.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), oktopk.OkTopk())
-restored = oktopk.checkpoint.load(sys.argv[1], optimizer)
-assert restored.shared == {"step": restored.step}, restored
-print(restored.step)
-"""
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    for attempt in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        for _ in range(3):
-            assert writer.stdout.readline()
-        time.sleep(0.007 * attempt)
-        writer.send_signal(signal.SIGKILL)
-        written = [line for line in writer.stdout.read().split("\n") if line]
-        writer.wait()
-        reader = subprocess.run(
-            [sys.executable, "-c", READER, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert reader.returncode == 0, reader.stderr
-        assert int(reader.stdout) >= max([3, *map(int, written)])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(warm: Warm, tmp_path: Path) -> None:
+    script, folder = tmp_path / "writer.py", tmp_path / "checkpoint"
+    script.write_text(WRITER)
+    for attempt in range(4):
+        out, err = tmp_path / f"{attempt}.out", tmp_path / f"{attempt}.err"
+        writer = warm.start(script, folder, environ={}, out=out, err=err)
+        until = time.monotonic() + 60
+        while not out.exists() or out.read_text().count("\n") < 3:
+            assert time.monotonic() < until, err.read_text()
+            time.sleep(0.001)
+        time.sleep(0.003 * attempt)
+        os.kill(writer, signal.SIGKILL)
+        assert warm.wait(writer) == [-signal.SIGKILL], err.read_text()
+        written = [int(line) for line in out.read_text().split("\n")[:-1]]
+        restored = oktopk.checkpoint.load(folder, alone(300))
+        assert restored.shared == {"step": restored.step}
+        assert restored.step >= max(written) >= 3
 
 
 def save_dcp(rank: Rank, folder: str) -> Any:
@@ -384,16 +392,17 @@ def load_dcp(rank: Rank, folder: str) -> Any:
     return state, parameters(model)
 
 
-@pytest.mark.parametrize(("old", "new"), [(3, 3), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("old", "sizes"), [(3, (3, 2)), (2, (3,))])
 def test_with_torch_distributed_checkpoint(
-    ranks: Ranks, old: int, new: int, tmp_path: Path
+    ranks: Ranks, old: int, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     before = ranks.run(old, save_dcp, str(tmp_path))
-    after = ranks.run(new, load_dcp, str(tmp_path))
-    for name in before[0][0]["residual"]:
-        pending = sum(state["residual"][name] for state, _ in before) / old
-        now = sum(state["residual"][name] for state, _ in after) / new
-        torch.testing.assert_close(now, pending, atol=1e-6, rtol=1e-5)
-    if old == new:
-        for (_, weights), (_, want) in zip(after, before, strict=True):
-            assert torch.equal(weights, want)
+    for new in sizes:
+        after = ranks.run(new, load_dcp, str(tmp_path))
+        for name in before[0][0]["residual"]:
+            pending = sum(state["residual"][name] for state, _ in before) / old
+            now = sum(state["residual"][name] for state, _ in after) / new
+            torch.testing.assert_close(now, pending, atol=1e-6, rtol=1e-5)
+        if old == new:
+            for (_, weights), (_, want) in zip(after, before, strict=True):
+                assert torch.equal(weights, want)
