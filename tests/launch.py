@@ -117,7 +117,10 @@ class Warm:
     ) -> str:
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
-            children = [self.start(script, *args, environ=own, out=out, err=err) for own in each]
+            children = [
+                self.start(script, *args, environ={**os.environ, **own}, out=out, err=err)
+                for own in each
+            ]
             codes = self.wait(*children, timeout=timeout)
             printed = out.read_text()
             assert not any(codes), f"exit codes {codes}\n{printed}\n{err.read_text()}"
@@ -125,13 +128,20 @@ class Warm:
         return printed
 
     def start(
-        self, script: Path, *args: object, environ: Mapping[str, str], out: Path, err: Path
+        self,
+        script: Path,
+        *args: object,
+        out: Path,
+        err: Path,
+        environ: Mapping[str, str] = os.environ,
+        folder: Path = Path(),
     ) -> int:
         """The number of a process, whose output is appended to files."""
         child = self._ask(
             script=str(script),
             args=list(map(str, args)),
-            environ={**os.environ, **LOOPBACK, "OMP_NUM_THREADS": "1", **environ},
+            environ={**environ, **LOOPBACK, "OMP_NUM_THREADS": "1"},
+            folder=str(folder.resolve()),
             out=str(out),
             err=str(err),
         )

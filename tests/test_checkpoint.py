@@ -351,7 +351,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(warm: Warm, tmp_path: Pa
     script.write_text(WRITER)
     for attempt in range(4):
         out, err = tmp_path / f"{attempt}.out", tmp_path / f"{attempt}.err"
-        writer = warm.start(script, folder, environ={}, out=out, err=err)
+        writer = warm.start(script, folder, out=out, err=err)
         until = time.monotonic() + 60
         while not out.exists() or out.read_text().count("\n") < 3:
             assert time.monotonic() < until, err.read_text()

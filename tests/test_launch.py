@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch import Warm
 from oktopk.train.data import manifest
 from oktopk.train.data.manifest import Utterance
 
@@ -56,13 +57,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
+def without_launchers() -> dict[str, str]:
+    return {key: os.environ[key] for key in os.environ if not key.startswith(LAUNCHERS)}
+
+
 class Run:
     """A command, its output in files: pipes would stay open if a worker outlived it."""
 
     def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
         name = secrets.token_hex(4)
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        clean = {key: os.environ[key] for key in os.environ if not key.startswith(LAUNCHERS)}
+        clean = without_launchers()
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
                 command,
@@ -78,13 +83,7 @@ class Run:
 
     def session(self) -> list[int]:
         """Processes that it started, and itself."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-                if int(session) == self.process.pid and state != "Z":
-                    found.append(int(stat.parent.name))
-        return found
+        return session(self.process.pid)
 
     def until(self, happened: str) -> None:
         for _ in range(1000):
@@ -101,6 +100,44 @@ class Run:
                 return True
             time.sleep(0.1)
         return False
+
+
+def session(leader: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, number = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(number) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+class Forked:
+    """`oktopk train` as a single process, without the seconds that importing torch takes."""
+
+    def __init__(
+        self, warm: Warm, flags: list[str], folder: Path, environ: dict[str, str] | None = None
+    ) -> None:
+        name = secrets.token_hex(4)
+        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
+        self.warm = warm
+        script = folder / f"{name}.py"
+        script.write_text("import sys\nfrom oktopk.cli import main\nsys.exit(main())\n")
+        self.pid = warm.start(
+            script,
+            *("train", *flags),
+            environ={**without_launchers(), **(environ or {})},
+            folder=folder,
+            out=self.out,
+            err=self.err,
+        )
+
+    def wait(self) -> int | None:
+        return self.warm.wait(self.pid, timeout=100)[0]
+
+    def alone(self) -> bool:
+        return not session(self.pid)
 
 
 Start = Callable[..., Run]
@@ -127,7 +164,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.process.wait()
 
 
-def trained(run: Run) -> None:
+def trained(run: Run | Forked) -> None:
     """Both workers took part, and rank 0 alone spoke."""
     code = run.wait()
     assert code == 0, run.err.read_text()
@@ -137,7 +174,7 @@ def trained(run: Run) -> None:
     assert (run.out.parent / "run" / "checkpoint" / "manifest.json").exists()
 
 
-def one_line(run: Run, says: str) -> None:
+def one_line(run: Run | Forked, says: str) -> None:
     errors = run.err.read_text().splitlines()
     assert len(errors) == 1, errors
     assert errors[0].startswith("oktopk: error: ")
@@ -184,19 +221,20 @@ def srun(rank: int, job: str) -> dict[str, str]:
     }
 
 
-def test_srun(start: Start, tiny: list[str]) -> None:
+def test_srun(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
     job = str(secrets.randbits(31))
-    command = [*TRAIN, *tiny, "--run-dir", "run"]
-    other, first = (start(command, srun(rank, job)) for rank in (1, 0))
+    flags = [*tiny, "--run-dir", "run"]
+    other, first = (Forked(warm, flags, tmp_path, srun(rank, job)) for rank in (1, 0))
     trained(first)
     assert other.wait() == 0
     assert other.out.read_text() == ""
 
 
-def test_srun_and_a_mistake(start: Start, tiny: list[str]) -> None:
+def test_srun_and_a_mistake(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
     """Of two workers that find it, one tells."""
     job = str(secrets.randbits(31))
-    runs = [start([*TRAIN, *tiny, "--nworkers", "3"], srun(rank, job)) for rank in (0, 1)]
+    flags = [*tiny, "--nworkers", "3"]
+    runs = [Forked(warm, flags, tmp_path, srun(rank, job)) for rank in (0, 1)]
     assert [run.wait() for run in runs] == [2, 2]
     told = [run for run in runs if run.err.read_text()]
     assert len(told) == 1
@@ -217,7 +255,7 @@ def test_mistake_found_by_workers(start: Start, tiny: list[str]) -> None:
     one_line(run, "--pretrain nowhere")
 
 
-def test_damaged_inputs(start: Start, tiny: list[str], tmp_path: Path) -> None:
+def test_damaged_inputs(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
     """One clear line each, and exit code 2. All are started before the first is waited for."""
     recording = tmp_path / "cut.wav"
     soundfile.write(recording, np.zeros(8000), 16_000)
@@ -234,7 +272,7 @@ def test_damaged_inputs(start: Start, tiny: list[str], tmp_path: Path) -> None:
         "--nworkers is 0": ["--nworkers", "0"],
     }
     one = ["--nworkers", "1"]
-    runs = {says: start([*TRAIN, *tiny, *one, *flags]) for says, flags in cases.items()}
+    runs = {says: Forked(warm, [*tiny, *one, *flags], tmp_path) for says, flags in cases.items()}
     for says, run in runs.items():
         assert run.wait() == 2, run.err.read_text()
         one_line(run, says)

@@ -48,8 +48,12 @@ def wait(children: list[int], seconds: float) -> list[int | None]:
         time.sleep(0.02)
 
 
-def become(script: str, args: list[str], environ: dict[str, str], out: str, err: str) -> None:
-    """As `python script args` would run it."""
+def become(
+    script: str, args: list[str], environ: dict[str, str], folder: str, out: str, err: str
+) -> None:
+    """As `python script args` would run it, in a session of its own."""
+    os.setsid()
+    os.chdir(folder)
     for number, path in enumerate((os.devnull, out, err)):
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(file, number)
