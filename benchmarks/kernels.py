@@ -44,7 +44,7 @@ def main() -> None:
         "residual.add_(gradient)": lambda: scratch.add_(gradient),
         "torch.add(residual, gradient, out=)": lambda: torch.add(residual, gradient, out=out),
         "accumulate + select, fused": lambda: kernels.accumulate(
-            residual, gradient, out, threshold
+            residual, [gradient], out, threshold
         ),
         "select alone": lambda: kernels.select(accumulated, threshold),
         "exact k-th largest": lambda: kth_largest(accumulated, k),

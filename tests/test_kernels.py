@@ -68,19 +68,16 @@ def test_accumulate(dtype: torch.dtype, data: st.DataObject) -> None:
     gradient = data.draw(values(dtype))
     residual = data.draw(values(dtype, gradient.numel()))
     threshold = data.draw(thresholds(residual + gradient))
+    cuts = data.draw(st.lists(st.integers(0, gradient.numel()), max_size=3).map(sorted))
+    parts = gradient.tensor_split(cuts)
     fast_out, slow_out = torch.empty_like(residual), torch.empty_like(residual)
-    fast = cpu.accumulate(residual, gradient, fast_out, threshold)
-    slow = reference.accumulate(residual, gradient, slow_out, threshold)
+    fast = cpu.accumulate(residual, parts, fast_out, threshold)
+    slow = reference.accumulate(residual, parts, slow_out, threshold)
     assert torch.equal(fast[0], slow[0])
     torch.testing.assert_close(fast[1], slow[1], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(fast_out, slow_out, rtol=0, atol=0, equal_nan=True)
-    assert fast[2] == slow[2] == bool(torch.isfinite(slow_out).all())
-    for kernels in (cpu, reference):
-        erased = gradient.clone()
-        again = kernels.accumulate(residual, erased, fast_out, threshold, erase=True)
-        assert torch.equal(again[0], slow[0])
-        torch.testing.assert_close(fast_out, slow_out, rtol=0, atol=0, equal_nan=True)
-        assert not erased.any()
+    sums = slow_out.tensor_split(cuts)
+    assert fast[2] == slow[2] == [bool(torch.isfinite(part).all()) for part in sums]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,9 +89,13 @@ def test_accumulate_past_the_cache(
     monkeypatch.setattr(cpu, "_LARGE", 0)
     residual, gradient = torch.randn(2, 300_000, dtype=dtype)[:, start:]
     fast_out, slow_out = torch.full((2, 300_000), 7.0, dtype=dtype)
-    fast = cpu.accumulate(residual, gradient.clone(), fast_out[start:], 2.0, erase=True)
-    slow = reference.accumulate(residual, gradient.clone(), slow_out[start:], 2.0, erase=True)
+    parts = gradient.split([1000, 65, 298_935 - start])
+    fast = cpu.accumulate(residual, parts, fast_out[start:], 2.0)
+    slow = reference.accumulate(residual, parts, slow_out[start:], 2.0)
     assert_same(fast, slow)
+    assert_same([fast_out], [slow_out])
+    for kernels, out in ((cpu, fast_out), (reference, slow_out)):
+        kernels.scatter(out[start:], *fast[:2])
     assert_same([fast_out], [slow_out])
 
 
@@ -141,10 +142,13 @@ def test_merge(dtype: torch.dtype, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
-def test_add_at_and_take_common(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_add_at_scatter_and_take_common(dtype: torch.dtype, data: st.DataObject) -> None:
     ours, theirs = data.draw(entries(dtype)), data.draw(entries(dtype))
     fast, slow = torch.zeros(301, dtype=dtype), torch.zeros(301, dtype=dtype)
     for kernels, dense in ((cpu, fast), (reference, slow)):
+        kernels.scatter(dense, *theirs)
+        kernels.scatter(dense, *ours)  # of what was there before nothing is left
+        kernels.take_common(dense, *ours, ours[0])
         kernels.add_at(dense, *ours)
         kernels.take_common(dense, *ours, theirs[0])
     torch.testing.assert_close(fast, slow, rtol=0, atol=0, equal_nan=True)
@@ -276,11 +280,12 @@ def test_several_threads_give_the_same_as_one(numel: int, density: float) -> Non
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             out = torch.empty(numel)
-            fast = cpu.accumulate(residual, gradient, out, threshold)
-            slow = reference.accumulate(residual, gradient, out.clone(), threshold)
+            fast = cpu.accumulate(residual, [gradient], out, threshold)
+            slow = reference.accumulate(residual, [gradient], out.clone(), threshold)
             assert_same(fast, slow)
             assert_same(cpu.select(out, threshold), slow[:2])
-            assert torch.equal(cpu.histogram(out, 0, 16, 15), reference.histogram(out, 0, 16, 15))
+            for digit in ((0, 18, 13), (out[0].view(torch.int32).item() >> 18 & 8191, 9, 9)):
+                assert torch.equal(cpu.histogram(out, *digit), reference.histogram(out, *digit))
     finally:
         torch.set_num_threads(before)
 

@@ -217,11 +217,10 @@ class SparseAllreduce:
             indices = sums.indices[start:end]
             if here.start:
                 indices = indices - here.start
-            if not step.erased:
-                part.zero_()
             if averages.dtype == sums.values.dtype:
-                step.kernels.add_at(part, indices, averages[start:end])
+                step.kernels.scatter(part, indices, averages[start:end])
             else:
+                part.zero_()
                 part[indices] = averages[start:end]
             step.applied.append(end - start)
             start = end

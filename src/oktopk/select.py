@@ -26,6 +26,9 @@ _SHORT = 0.05
 _TREND = 0.7
 """Weight of the newest observation in a threshold's trend."""
 
+_LEADING_BITS = 13
+"""Exponent and five more: bins of a 32nd of an octave, few enough for the nearest cache."""
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -122,8 +125,8 @@ def kth_largest(
     Args:
         values: any number of values, in any order.
         k: at least 1.
-        digit_bits: bits of a digit; there are 2**digit_bits bins. 0 chooses by the number of
-            values: each pass over them should cost more than its bins.
+        digit_bits: bits of a digit; there are 2**digit_bits bins. 0 is for values of this rank
+            alone: a long digit first, which leaves few values for the others.
         sum_counts: sums a tensor of counts over ranks, in place. Then the values of all ranks
             count as one list, and only counts travel.
 
@@ -144,8 +147,8 @@ class _Leading:
         sum_counts: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._values, self._sum_counts = values, sum_counts
-        digit_bits = digit_bits or (16 if values.numel() > 1 << 17 else 11)
-        self._digits = list(_digits(values.dtype, digit_bits))
+        first, others = (digit_bits, digit_bits) if digit_bits else (_LEADING_BITS, 9)
+        self._digits = list(_digits(values.dtype, first, others))
         self._counts = self._count(0, *self._digits[0])
 
     def kth_largest(self, k: int) -> tuple[float, int]:
@@ -201,13 +204,14 @@ def is_due(sparse_steps: int, interval: int) -> bool:
     return settling or sparse_steps % interval == 0
 
 
-def _digits(dtype: torch.dtype, digit_bits: int) -> Iterator[tuple[int, int]]:
+def _digits(dtype: torch.dtype, first: int, others: int) -> Iterator[tuple[int, int]]:
     """(shift, bits) of each digit of a magnitude, the leading one first."""
-    high = dtype.itemsize * 8 - 1
+    high, bits = dtype.itemsize * 8 - 1, first
     while high > 0:
-        bits = high % digit_bits or digit_bits
+        bits = min(bits, high)
         high -= bits
         yield high, bits
+        bits = others
 
 
 def _from_bits(bits: int, dtype: torch.dtype) -> float:

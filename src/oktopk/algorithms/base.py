@@ -20,7 +20,7 @@ from ..kernels.reference import index_dtype
 from ..select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
 from ..stats import Stopwatch
 from ..transport import PeerError, Transport
-from ..wire import FORMATS, DamagedMessageError, Entries, Wire, concatenate
+from ..wire import FORMATS, DamagedMessageError, Entries, Wire
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,6 @@ class Step:
         """Entries applied in each part, where the values are finite."""
         self.overflow = 0
         """Entries that this rank held back because a message had no room for them."""
-        self.erased = False
-        """Whether `out`, which is the gradient, has been set to zero."""
         self._lost = False
         self._bad_parts: list[int] | None = None
 
@@ -170,21 +168,13 @@ class Step:
         with self.time("accumulate"):
             threshold = max(threshold, smallest(self.residual.dtype))
             parts = self.gradient if self._as_it_is else [self._prepare()]
-            # Where the average takes the gradient's place, the place is made ready on the way.
-            same = [part.data_ptr() for part in parts] == [part.data_ptr() for part in self.out]
-            found, bad = [], []
-            for index, (here, part) in enumerate(slices(parts)):
-                indices, values, finite = self.kernels.accumulate(
-                    self.residual[here], part, self.accumulated[here], threshold, same
-                )
-                indices = indices.to(self.wire.index_dtype)
-                found.append(Entries(indices.add_(here.start) if here.start else indices, values))
-                if not finite:
-                    bad.append(index)
-            self.erased, self.finite = same, not bad
+            indices, values, finite = self.kernels.accumulate(
+                self.residual, parts, self.accumulated, threshold
+            )
+            self.finite = all(finite)
             if self._as_it_is:
-                self._bad_parts = bad
-        return found[0] if len(found) == 1 else concatenate(found)
+                self._bad_parts = [number for number, fine in enumerate(finite) if not fine]
+        return Entries(indices, values)
 
     def merge(self) -> Tensor:
         """residual + gradient as one tensor that may be summed in place."""

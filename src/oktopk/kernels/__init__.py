@@ -7,6 +7,7 @@ callers never ask what they run on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,8 +18,8 @@ class Kernels(Protocol):
     """What a kernel module offers; `reference.py` documents each function."""
 
     def accumulate(
-        self, residual: Tensor, gradient: Tensor, out: Tensor, threshold: float, erase: bool = False
-    ) -> tuple[Tensor, Tensor, bool]: ...
+        self, residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
+    ) -> tuple[Tensor, Tensor, list[bool]]: ...
 
     def select(self, dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
 
@@ -33,6 +34,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def add_at(self, dense: Tensor, indices: Tensor, values: Tensor) -> None: ...
+
+    def scatter(self, dense: Tensor, indices: Tensor, values: Tensor) -> None: ...
 
     def take_common(
         self, dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
+import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -28,11 +30,11 @@ import torch
 from torch import Tensor
 
 from . import loops, reference
-from .reference import QUANTUM, index_dtype, threshold_bits
+from .reference import QUANTUM, index_dtype
 
 log = logging.getLogger(__name__)
 
-_UNSIGNED = {np.dtype("float32"): np.dtype("uint32"), np.dtype("float64"): np.dtype("uint64")}
+_UNSIGNED: dict[Any, Any] = {np.float32: np.uint32, np.float64: np.uint64}
 _MIN_CHUNK = 1 << 16
 """Elements below which a second thread costs more than it saves."""
 
@@ -43,22 +45,29 @@ _Result = TypeVar("_Result")
 
 
 def accumulate(
-    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float, erase: bool = False
-) -> tuple[Tensor, Tensor, bool]:
-    r, g, o = residual.numpy(), gradient.numpy(), out.numpy()
+    residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, list[bool]]:
+    r, o, parts = residual.numpy(), out.numpy(), [part.numpy() for part in gradient]
+    stops = list(itertools.accumulate(part.size for part in parts))
     bits, (limit, mask, infinity) = _bits(o), _limits(threshold, out.dtype)
-    loop = _compiled(out.dtype, index_dtype(out.numel()))["accumulate"]
-    peaks = []
-    # Where a place in `o` has an address of which whole vectors can be written.
-    aligned = (-o.ctypes.data % 64) // o.itemsize if o.nbytes >= _LARGE else -1
+    loop = _compiled(out.dtype, index_dtype(o.size))["accumulate"]
+    finite = [True] * len(parts)
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
-        end, peak = loop(r, g, o, bits, low, high, limit, mask, erase, aligned, i, v)
-        peaks.append(peak)
+        end = low
+        for number, (part, stop) in enumerate(zip(parts, stops, strict=True)):
+            start = stop - part.size
+            here = slice(max(low, start), min(high, stop))
+            if here.start < here.stop:
+                g, aligned = part[here.start - start : here.stop - start], _aligned(o, here.start)
+                where = (r[here], g, o[here], bits[here], here.start)
+                end, peak = loop(*where, limit, mask, aligned, end, i, v)
+                if peak >= infinity:
+                    finite[number] = False
         return int(end)
 
-    indices, values = _compact(run, out.numel(), out.dtype)
-    return indices, values, all(peak < infinity for peak in peaks)
+    indices, values = _compact(run, o.size, out.dtype)
+    return indices, values, finite
 
 
 def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -79,9 +88,9 @@ def histogram(values: Tensor, prefix: int, shift: int, bits: int) -> Tensor:
     loop = _compiled(values.dtype)["histogram"]
 
     def run(low: int, high: int) -> Any:
-        counts = np.zeros(2**bits, np.int64)
+        counts = np.zeros((2, 2**bits), np.int64)
         loop(v, low, high, mask, unsigned(prefix), unsigned(shift), unsigned(bits), counts)
-        return counts
+        return counts.sum(0)
 
     return torch.from_numpy(sum(_parallel(run, _chunks(values.numel()))))
 
@@ -115,6 +124,12 @@ def merge(
 def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     loop = _compiled(dense.dtype, indices.dtype)["add_at"]
     loop(dense.numpy(), indices.numpy(), values.numpy())
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    d, i, v = dense.numpy(), indices.numpy(), values.numpy()
+    loop = _compiled(dense.dtype, indices.dtype)["scatter"]
+    _parallel(lambda a, b: loop(d[a:b], a, i, v, _aligned(d, a)), _chunks(d.size))
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
@@ -196,7 +211,7 @@ def checksum(words: Tensor) -> int:
 
 def _bits(array: Any) -> Any:
     assert array.flags.c_contiguous  # loops look at memory, not at strides
-    return array.view(_UNSIGNED[array.dtype])
+    return array.view(_UNSIGNED[array.dtype.type])
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> list[Any] | None:
@@ -217,11 +232,21 @@ def _unsigned(tensor: Tensor) -> Any:
     return array.view(f"u{array.itemsize}")
 
 
-def _limits(threshold: float, dtype: torch.dtype) -> tuple[Any, Any, int]:
+def _aligned(array: Any, start: int) -> int:
+    """How far behind `start` whole vectors can be written past the caches; -1 where the array is so
+    small that it had better stay in them."""
+    if array.nbytes < _LARGE:
+        return -1
+    return (-array.ctypes.data // array.itemsize - start) % (64 // array.itemsize)
+
+
+def _limits(threshold: float, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """The threshold's bits, the mask that removes the sign, and the bits of infinity."""
-    unsigned = np.uint32 if dtype == torch.float32 else np.uint64
-    mask = unsigned(np.iinfo(unsigned).max >> 1)
-    return unsigned(threshold_bits(threshold, dtype)), mask, threshold_bits(float("inf"), dtype)
+    kind = np.float32 if dtype == torch.float32 else np.float64
+    with np.errstate(over="ignore"):  # it is infinite then
+        limit, infinity = (kind(number).view(_UNSIGNED[kind]) for number in (threshold, math.inf))
+    mask = _UNSIGNED[kind](np.iinfo(_UNSIGNED[kind]).max >> 1)
+    return limit & mask, mask, infinity
 
 
 def _chunks(numel: int) -> list[tuple[int, int]]:
@@ -301,8 +326,8 @@ def _jit(function: Any) -> Any:
 
 
 _OVER_VALUES = (
-    *("accumulate", "select", "histogram", "keep", "merge", "add_at", "take_common", "sum_select"),
-    "adam",
+    *("accumulate", "select", "histogram", "keep", "merge", "add_at", "scatter", "take_common"),
+    *("sum_select", "adam"),
 )
 _OF_MESSAGES = (
     *("count_gaps", "pack_gaps", "unpack_gaps", "pack_bits", "unpack_bits"),
@@ -350,12 +375,13 @@ def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
         return
     v = torch.empty(0, dtype=dtype, device="cpu").numpy()
     bits, (limit, mask, _) = _bits(v), _limits(0.0, dtype)
-    _JITTED["accumulate"](v, v, v, bits, 0, 0, limit, mask, False, -1, i, v)
+    _JITTED["accumulate"](v, v, v, bits, 0, limit, mask, -1, 0, i, v)
     _JITTED["select"](v, bits, 0, 0, limit, mask, i, v)
-    _JITTED["histogram"](bits, 0, 0, mask, limit, limit, limit, np.zeros(1, np.int64))
+    _JITTED["histogram"](bits, 0, 0, mask, limit, limit, limit, np.zeros((2, 1), np.int64))
     _JITTED["keep"](i, v, bits, limit, mask, 0, i, v)
     _JITTED["merge"](i, v, i, v, i, v)
     _JITTED["add_at"](v, i, v)
+    _JITTED["scatter"](v, 0, i, v, -1)
     _JITTED["take_common"](v, i, v, i)
     _JITTED["adam"](v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9)
     _JITTED["sum_select"](i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v)

@@ -15,15 +15,20 @@ from .vectors import LANES, lowest_bit, reaching, stream
 _BLOCK = LANES
 _CHUNK = 1 << 15
 """Elements that are worked on together: their memory stays in the cache of a core."""
+_PIECE = 1 << 11
+"""The same, for memory that is nearest to it."""
 
 
-def accumulate(r, g, o, bits, low, high, limit, mask, erase, aligned, indices, values):  # type: ignore[no-untyped-def]
-    """`aligned` is a place in `o` from which whole blocks may be written past the cache, or -1."""
+def accumulate(r, g, o, bits, base, limit, mask, aligned, end, indices, values):  # type: ignore[no-untyped-def]
+    """Of elements from `base` onward. Entries are written to places from `end` onward.
+
+    `aligned` is a place in `o` from which whole blocks may be written past the cache, or -1.
+    """
     word = bits.dtype.type
-    end, peak, j, high = uintp(low), word(0), uintp(low), uintp(high)
+    end, peak, j, high, base = uintp(end), word(0), uintp(0), uintp(o.size), uintp(base)
     block = np.empty(_BLOCK, o.dtype)
     block_bits = block.view(bits.dtype)
-    head = uintp(0) if aligned < 0 else uintp((aligned - low) % _BLOCK)
+    head = uintp(0) if aligned < 0 else uintp(aligned)
     while j < high:
         width = min(uintp(_BLOCK), high - j)
         if head:
@@ -32,12 +37,10 @@ def accumulate(r, g, o, bits, low, high, limit, mask, erase, aligned, indices, v
         if width < uintp(_BLOCK):
             for q in range(width):
                 o[j + q] = r[j + q] + g[j + q]
-                indices[end] = j + q
+                indices[end] = base + j + q
                 values[end] = o[j + q]
                 end += uintp((bits[j + q] & mask) >= limit)
                 largest = max(largest, word(bits[j + q] & mask))
-                if erase:
-                    g[j + q] = 0
             peak = max(peak, largest)
             j += width
             continue
@@ -45,21 +48,18 @@ def accumulate(r, g, o, bits, low, high, limit, mask, erase, aligned, indices, v
             block[q] = r[j + q] + g[j + q]
         for q in range(uintp(_BLOCK)):
             largest = max(largest, word(block_bits[q] & mask))
-        if erase:
-            for q in range(uintp(_BLOCK)):
-                g[j + q] = 0
         if aligned < 0:
             for q in range(uintp(_BLOCK)):
                 o[j + q] = block[q]
         else:
-            stream(o, j, block)
+            stream(o, j, block, 0)
         if largest >= limit:
             peak = max(peak, largest)
             left = reaching(block_bits, 0, mask, limit)
             while left != 0:
                 q = lowest_bit(left)
                 left &= left - np.uint64(1)
-                indices[end] = j + q
+                indices[end] = base + j + q
                 values[end] = block[q]
                 end += uintp(1)
         j += width
@@ -85,11 +85,32 @@ def select(dense, bits, low, high, limit, mask, indices, values):  # type: ignor
 
 
 def histogram(bits, low, high, mask, prefix, shift, width, counts):  # type: ignore[no-untyped-def]
-    digit_mask = uintp(counts.size - 1)
-    for j in range(uintp(low), uintp(high)):
+    """Two histograms in turn, so that equal digits in a row do not wait for each other. Where a
+    prefix leaves few to count, only they are looked at."""
+    word = bits.dtype.type
+    j, high, digit_mask = uintp(low), uintp(high), uintp(counts.shape[1] - 1)
+    if prefix > 0:
+        first = word(prefix << (shift + width))
+        beyond = word(first + (word(1) << (shift + width)))
+        while j + uintp(_BLOCK) <= high:
+            left = reaching(bits, j, mask, first)
+            if beyond <= mask:
+                left ^= reaching(bits, j, mask, beyond)
+            while left != 0:
+                q = lowest_bit(left)
+                left &= left - np.uint64(1)
+                counts[0, uintp((bits[j + q] & mask) >> shift) & digit_mask] += 1
+            j += uintp(_BLOCK)
+    else:
+        while j + uintp(2) <= high:
+            for way in range(uintp(2)):
+                digit = (bits[j + way] & mask) >> shift
+                counts[way, uintp(digit) & digit_mask] += digit >> width == prefix
+            j += uintp(2)
+    while j < high:
         digit = (bits[j] & mask) >> shift
-        if digit >> width == prefix:
-            counts[uintp(digit) & digit_mask] += 1
+        counts[0, uintp(digit) & digit_mask] += digit >> width == prefix
+        j += uintp(1)
 
 
 def keep(indices, values, bits, limit, mask, ties, kept_indices, kept_values):  # type: ignore[no-untyped-def]
@@ -124,6 +145,31 @@ def merge(a_indices, a_values, b_indices, b_values, indices, values):  # type: i
 def add_at(dense, indices, values):  # type: ignore[no-untyped-def]
     for j in range(indices.size):
         dense[indices[j]] += values[j]
+
+
+def scatter(dense, base, indices, values, aligned):  # type: ignore[no-untyped-def]
+    """Elements from `base` onward, in pieces put together in the cache. `aligned` as above."""
+    piece = np.zeros(_PIECE, dense.dtype)
+    j, high, base = uintp(0), uintp(dense.size), uintp(base)
+    at, entries = uintp(np.searchsorted(indices, base)), uintp(indices.size)
+    head = uintp(0) if aligned < 0 else uintp(aligned)
+    while j < high:
+        width = min(uintp(_PIECE), high - j)
+        if head:
+            width, head = min(width, head), uintp(0)
+        before, first = at, base + j
+        while at < entries and uintp(indices[at]) < first + width:
+            piece[uintp(indices[at]) - first] = values[at]
+            at += uintp(1)
+        if aligned < 0 or width < uintp(_PIECE):
+            for q in range(width):
+                dense[j + q] = piece[q]
+        else:
+            for q in range(uintp(0), uintp(_PIECE), uintp(_BLOCK)):
+                stream(dense, j + q, piece, q)
+        for e in range(before, at):
+            piece[uintp(indices[e]) - first] = 0
+        j += width
 
 
 def take_common(dense, indices, values, applied):  # type: ignore[no-untyped-def]

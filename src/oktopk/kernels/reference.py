@@ -10,6 +10,8 @@ and name each index at most once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,18 +39,18 @@ def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
 
 
 def accumulate(
-    residual: Tensor, gradient: Tensor, out: Tensor, threshold: float, erase: bool = False
-) -> tuple[Tensor, Tensor, bool]:
+    residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, list[bool]]:
     """out = residual + gradient, and the entries of `out` that reach the threshold.
 
-    Returns their indexes and values, and whether all of `out` is finite. If `erase`, the gradient
-    is zero afterwards: to write to memory that was just read costs less than to come back later.
+    Returns their indexes and values, and for each part of the gradient whether its sum is finite.
     """
-    torch.add(residual, gradient, out=out)
-    if erase:
-        gradient.zero_()
-    indices, values = select(out, threshold)
-    return indices, values, bool(torch.isfinite(out).all())
+    sizes = [part.numel() for part in gradient]
+    sums = out.split(sizes)
+    for before, part, after in zip(residual.split(sizes), gradient, sums, strict=True):
+        torch.add(before, part, out=after)
+    finite = torch.stack([torch.isfinite(part).all() for part in sums])
+    return *select(out, threshold), finite.tolist()
 
 
 def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -92,6 +94,12 @@ def merge(
 def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     """dense[indices] += values."""
     dense[indices] += values
+
+
+def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    """dense = 0 everywhere, but for the entries."""
+    dense.zero_()
+    dense[indices] = values
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:

@@ -30,8 +30,9 @@ def _reaching(context: Any, bits: Any, at: Any, mask: Any, limit: Any) -> Any:
     return types.uint64(bits, at, mask, limit), generate
 
 
-def _stream(context: Any, target: Any, at: Any, source: Any) -> Any:
-    """target[at : at + 64] = source, past the cache, where it would only be in the way.
+def _stream(context: Any, target: Any, at: Any, source: Any, start: Any) -> Any:
+    """target[at : at + 64] = source[start : start + 64], past the cache, where it would only be in
+    the way.
 
     The address of target[at] must be a multiple of 64.
     """
@@ -43,9 +44,9 @@ def _stream(context: Any, target: Any, at: Any, source: Any) -> Any:
         zero = ir.Constant(ir.IntType(64), 0)
         for first in range(0, LANES, 32 // size):
             offset = ir.Constant(ir.IntType(64), first)
-            place = builder.add(values[1], offset)
+            place, begin = (builder.add(values[number], offset) for number in (1, 3))
             loaded = builder.load(
-                _pointer(context, builder, signature.args[2], values[2], offset, lanes)
+                _pointer(context, builder, signature.args[2], values[2], begin, lanes)
             )
             loaded.align = size
             stored = builder.store(
@@ -55,7 +56,7 @@ def _stream(context: Any, target: Any, at: Any, source: Any) -> Any:
             stored.set_metadata("nontemporal", flag)
         return zero
 
-    return types.int64(target, at, source), generate
+    return types.int64(target, at, source, start), generate
 
 
 def _lowest_bit(context: Any, number: Any) -> Any:
