@@ -39,7 +39,7 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
     """Runs scripts without the seconds that importing torch takes."""
-    with Warm("torch._dynamo", "oktopk", "oktopk.train.trainer") as forks:
+    with Warm("torch._dynamo", "heated", "oktopk.train.trainer") as forks:
         yield forks
 
 

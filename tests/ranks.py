@@ -14,15 +14,17 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-IMPORTS = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "oktopk", "pytest"]
+IMPORTS = ["torch._dynamo", "torch.distributed.checkpoint", "pytest", "heated"]
 
 
 @dataclass
@@ -86,6 +88,9 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
+        folders = [os.path.dirname(__file__), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, folders))):
+            forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(max(self.sizes)):
             here, there = context.Pipe()

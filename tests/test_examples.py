@@ -28,7 +28,7 @@ Run = Callable[[str], tuple[Path, dict[str, float]]]
 @pytest.fixture(scope="module")
 def frameworks() -> Iterator[Warm]:
     """Runs examples without the seconds that importing a framework takes."""
-    names = ("torch._dynamo", "accelerate", "oktopk.integrations.lightning")
+    names = ("torch._dynamo", "heated", "accelerate", "oktopk.integrations.lightning")
     with Warm(*names, "oktopk.integrations.transformers", "transformers.trainer") as forks:
         yield forks
 

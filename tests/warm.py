@@ -9,6 +9,7 @@ leaves the loop and ends as any program does, with all that Python does at the e
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -69,5 +70,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):  # what is missing is said by who needs it
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children need not look through what was imported
     if command := serve():
         become(**command)
