@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from launch import Warm
 from oktopk.cli import main
 from oktopk.lab import namespaces
 from oktopk.lab.network import Counters, Link, Loopback, Network, unavailable
 from oktopk.train.errors import UserError
 
 needs_network = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
-LAB = [sys.executable, "-W", "ignore", "-m", "oktopk", "lab"]
 NAMES = Path("/run/netns")
 
 TRANSFER = """
@@ -127,27 +127,43 @@ def gone(run: str) -> bool:
     return False
 
 
-Start = Callable[[Sequence[str]], subprocess.Popen[str]]
+class Lab:
+    """`oktopk lab` in a process of its own."""
+
+    def __init__(self, warm: Warm, folder: Path, arguments: Sequence[str]) -> None:
+        script = folder / "oktopk.py"
+        script.write_text("import sys\nfrom oktopk.cli import main\nsys.exit(main())\n")
+        out, err = folder / "out", folder / "err"
+        self._warm = warm
+        self.pid = warm.start(script, "lab", *arguments, folder=folder, out=out, err=err)
+        self.code: int | None = None
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float) -> int | None:
+        (self.code,) = self._warm.wait(self.pid, timeout=seconds)
+        return self.code
+
+
+Start = Callable[[Sequence[str]], Lab]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `oktopk lab` in a process of its own, and ends it."""
-    started: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path, warm: Warm) -> Iterator[Start]:
+    """Starts `oktopk lab`, and ends it."""
+    started: list[Lab] = []
 
-    def start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-        with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-            process = subprocess.Popen(
-                [*LAB, *arguments], stdout=out, stderr=err, text=True, cwd=tmp_path
-            )
-        started.append(process)
-        return process
+    def start(arguments: Sequence[str]) -> Lab:
+        started.append(Lab(warm, tmp_path, arguments))
+        return started[-1]
 
     yield start
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-        process.wait(30)
+    for lab in started:
+        if lab.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                lab.signal(signal.SIGTERM)
+            lab.wait(30)
 
 
 def until(file: Path, text: str) -> None:
@@ -305,7 +321,7 @@ def test_closed_network_is_gone() -> None:
     assert not left(network.run)
 
 
-def run_of(process: subprocess.Popen[str]) -> str:
+def run_of(process: Lab) -> str:
     (name,) = {name.rpartition("-")[0] for name in os.listdir(NAMES) if f"-{process.pid}-" in name}
     return name
 
@@ -316,7 +332,7 @@ def test_interruption(start: Start, tmp_path: Path, number: int, code: int) -> N
     lab = start(["--hosts", "2", "--", "sh", "-c", "setsid sleep 1000 & echo started; wait"])
     until(tmp_path / "out", "[1] started")
     run = run_of(lab)
-    lab.send_signal(number)
+    lab.signal(number)
     assert lab.wait(60) == code
     assert not left(run)
     assert (tmp_path / "err").read_text() == "oktopk: interrupted\n"
@@ -334,8 +350,8 @@ def test_parent_is_killed(start: Start, tmp_path: Path, keeper: str) -> None:
             with contextlib.suppress(OSError):
                 if run.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-    lab.kill()
-    lab.wait()
+    lab.signal(signal.SIGKILL)
+    assert lab.wait(30) == -signal.SIGKILL
     if keeper == "dead":
         time.sleep(0.3)
         assert left(run)
@@ -513,7 +529,9 @@ def test_rates(rate: str, bits: float) -> None:
 
 
 @needs_network
-def test_torchrun_trains_across_hosts(start: Start, tmp_path: Path) -> None:
+def test_torchrun_trains_across_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As it would across machines."""
     pytest.importorskip("rich")
     pytest.importorskip("jiwer")
@@ -534,11 +552,12 @@ def test_torchrun_trains_across_hosts(start: Start, tmp_path: Path) -> None:
         *("--warmup-steps", "1", "--batch-size", "1", "--examples", "1", "--no-tensorboard"),
         *("--threads", "1", "--run-dir", "run"),
     ]
-    lab = start(["--rate", "1gbit", "--delay", "0.2ms", "--", *torchrun, *train])
-    assert lab.wait(240) == 0, (tmp_path / "err").read_text()
-    shown = (tmp_path / "out").read_text()
+    monkeypatch.chdir(tmp_path)
+    code = main(["lab", "--rate", "1gbit", "--delay", "0.2ms", "--", *torchrun, *train])
+    shown, errors = capfd.readouterr()
+    assert code == 0, errors
     assert shown.count("2 workers on cpu") == 1
     assert "results are in run" in shown
-    table = (tmp_path / "err").read_text().splitlines()[-2:]
+    table = errors.splitlines()[-2:]
     assert [row.split()[1] for row in table] == ["10.77.0.1", "10.77.0.2"]
     assert not any("0 B" in row for row in table)
