@@ -241,11 +241,17 @@ def trained(rank: Rank, case: str) -> tuple[Tensor, Tensor]:
     return parameters(model), moments(optimizer)
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
+    return ranks.run(3, trained, "plain")
+
+
 @pytest.mark.parametrize(
     "case", ["wrapper", "fused", "accumulation", "scaler", "clip", "norm_clip"]
 )
-def test_all_ways_of_training_come_to_the_same(ranks: Ranks, case: str) -> None:
-    plain = ranks.run(3, trained, "plain")
+def test_all_ways_of_training_come_to_the_same(
+    ranks: Ranks, case: str, plain: list[tuple[Tensor, Tensor]]
+) -> None:
     found = ranks.run(3, trained, case)
     for (weights, squares), (expected, expected_squares) in zip(found, plain, strict=True):
         assert torch.equal(weights, found[0][0])
@@ -258,8 +264,10 @@ def test_all_ways_of_training_come_to_the_same(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("step", [WARMUP + 1, WARMUP + INTERVAL + 1])
-def test_an_overflow_leaves_nothing_behind(ranks: Ranks, step: int) -> None:
-    usual = ranks.run(3, trained, "plain")[0][1]
+def test_an_overflow_leaves_nothing_behind(
+    ranks: Ranks, step: int, plain: list[tuple[Tensor, Tensor]]
+) -> None:
+    usual = plain[0][1]
     for weights, squares in (found := ranks.run(3, trained, f"overflow in step {step}")):
         assert torch.equal(weights, found[0][0])
         assert torch.equal(squares, found[0][1])
@@ -302,10 +310,24 @@ def through(rank: Rank, folder: str | None, kind: str, stop: int) -> tuple[Tenso
     return parameters(model), moments(optimizer)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(ranks: Ranks) -> dict[bool, list[tuple[Tensor, Tensor]]]:
+    """Without and with the wrapper."""
+    return {
+        kind == "wrapper": ranks.run(2, through, None, kind, 16) for kind in ("folder", "wrapper")
+    }
+
+
 @pytest.mark.parametrize("stop", [WARMUP - 1, WARMUP + 2, WARMUP + INTERVAL + 2])
 @pytest.mark.parametrize("kind", ["folder", "wrapper", "dcp"])
-def test_resume_is_bitwise_the_same(ranks: Ranks, kind: str, stop: int, tmp_path: Path) -> None:
-    kept = ranks.run(2, through, None, kind, stop)
+def test_resume_is_bitwise_the_same(
+    ranks: Ranks,
+    kind: str,
+    stop: int,
+    tmp_path: Path,
+    uninterrupted: dict[bool, list[tuple[Tensor, Tensor]]],
+) -> None:
+    kept = uninterrupted[kind == "wrapper"]
     again = ranks.run(2, through, str(tmp_path), kind, stop)
     for (weights, squares), (expected, expected_squares) in zip(again, kept, strict=True):
         assert torch.equal(weights, expected)
