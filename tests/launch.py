@@ -21,15 +21,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 def torchrun(script: Path, *args: object, processes: int = 2, timeout: float = 120.0) -> str:
     """What a script prints on several ranks, in the end; fails if the script does."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return _output([*launcher, str(script), *map(str, args)], timeout)
-
-
-def alone(script: Path, *args: object, timeout: float = 120.0) -> str:
-    """The same in a single process that knows nothing of ranks."""
-    return _output([str(script), *map(str, args)], timeout)
-
-
-def _output(arguments: list[str], timeout: float) -> str:
+    arguments = [*launcher, str(script), *map(str, args)]
     # Not pipes: ranks that outlive the launcher would hold them open, and one would wait for ever.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
@@ -74,6 +66,7 @@ class Warm:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for the tests
         )
 
     def __enter__(self) -> Warm:
@@ -109,7 +102,7 @@ class Warm:
         return self._output(script, args, each, timeout)
 
     def alone(self, script: Path, *args: object, timeout: float = 120.0) -> str:
-        """The same as `alone`."""
+        """The same in a single process that knows nothing of ranks."""
         return self._output(script, args, [{}], timeout)
 
     def _output(
@@ -118,7 +111,9 @@ class Warm:
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
             children = [
-                self.start(script, *args, environ={**os.environ, **own}, out=out, err=err)
+                self.start(
+                    script, *args, environ={**os.environ, **LOOPBACK, **own}, out=out, err=err
+                )
                 for own in each
             ]
             codes = self.wait(*children, timeout=timeout)
@@ -133,14 +128,14 @@ class Warm:
         *args: object,
         out: Path,
         err: Path,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] | None = None,
         folder: Path = Path(),
     ) -> int:
         """The number of a process, whose output is appended to files."""
         child = self._ask(
             script=str(script),
             args=list(map(str, args)),
-            environ={**environ, **LOOPBACK, "OMP_NUM_THREADS": "1"},
+            environ={**os.environ, **LOOPBACK} if environ is None else dict(environ),
             folder=str(folder.resolve()),
             out=str(out),
             err=str(err),
