@@ -99,6 +99,8 @@ VARIANTS = {
     "bfloat16": Variant(refresh=256, wire="bfloat16"),
     "sizes": Variant(refresh=256, capacity=None),
     "plain sizes": Variant(refresh=256, capacity=None, wire="plain"),
+    "warm 2": Variant(warmup=2),
+    "warm 5": Variant(warmup=5),
     "warm 25": Variant(warmup=25),
     "warm 200": Variant(warmup=200),
     "at 1 %": Variant(density=0.01, refresh=256),

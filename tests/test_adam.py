@@ -94,7 +94,7 @@ def against_reference(rank: Rank, refresh: bool, limit: float) -> int:
     mistake is seen.
     """
     usual = adam._HORIZON_BETA, adam._LARGEST
-    adam._HORIZON_BETA, adam._LARGEST = 0.0, 5.0
+    adam._HORIZON_BETA, adam._LARGEST = 0.0, (2, 5)
     try:
         return compare(rank, refresh, limit)
     finally:
@@ -123,7 +123,9 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
     assert all(named[name].numel() >= 512 for name in large)
     state = {name: optimizer.state[p] for name, p in named.items()}
     mean = {name: state[name]["exp_avg"].double() for name in large}
-    square = {n: state[n]["exp_avg_sq"].double() / (1 - BETAS[1] ** WARMUP) for n in large}
+    square = {
+        n: smoothed(state[n]["exp_avg_sq"].double() / (1 - BETAS[1] ** WARMUP)) for n in large
+    }
     weights = {name: named[name].detach().double() for name in large}
     sums = {name: torch.zeros_like(square[name]) for name in large}
     since = {name: torch.zeros_like(square[name]) for name in large}
@@ -153,8 +155,9 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
             gradient = named[name].grad
             assert gradient is not None
             assert 0 < gradient.count_nonzero() < gradient.numel()
-            raised += int(((gradient / 5) ** 2 > square[name]).sum())
-            square[name] = torch.maximum(square[name], (gradient.double() / 5) ** 2)
+            least = (gradient.double() / min(max(step, 2), 5)) ** 2
+            raised += int((least > square[name]).sum())
+            square[name] = torch.maximum(square[name], least)
             mean[name] = 0.5 * mean[name] + 0.5 * gradient
             divisor = square[name].sqrt() + 1e-8
             weights[name] = weights[name] * (1 - 0.01 * 0.01)
@@ -175,6 +178,13 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
     assert raised > 0
     assert refresh is False or (clipping < 0.9) == (limit < 1)
     return steps
+
+
+def smoothed(square: Tensor) -> Tensor:
+    """Second moments of so few steps that they are completed by those of rows and columns."""
+    matrix = square.flatten(1) if square.ndim > 1 else square[None]
+    expected = torch.outer(matrix.sum(1), matrix.sum(0)) / matrix.sum()
+    return (WARMUP * square + 8 * expected.view(square.shape)) / (WARMUP + 8)
 
 
 def moving(pairs: list[list[float]]) -> list[float]:

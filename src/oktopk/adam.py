@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,10 +31,13 @@ more makes it only later."""
 _HORIZON_BETA = 0.999
 """The second moment follows no faster than a moving average with this factor a step: what divides
 without looking at the gradient must not be noisy."""
-_LARGEST = 100.0
-"""A gradient moves a parameter by at most this many learning rates in all; the second moment is
-raised where it would be more. What has waited for many steps may move it far, but not what the
-warm-up never saw, such as a rare word's embedding: it would be divided by nothing."""
+_PRIOR_STEPS = 8
+"""Dense steps after which a second moment is half its elements' own, half their surroundings'."""
+_LARGEST = 10, 100
+"""A gradient moves a parameter by at most as many learning rates in all as there were steps, within
+these limits; the second moment is raised where it would be more. What has waited for many steps
+may move it far, but not what the warm-up never saw, such as a rare word's embedding: it would be
+divided by nothing."""
 
 
 class _SparseAdam(Optimizer):
@@ -122,8 +125,8 @@ class _SparseAdam(Optimizer):
         for name in reducer.sparse - known.keys():
             p = named.get(name)
             if p is not None and p.grad is not None:
-                state = self.state.get(p)
-                known[name] = bool(state and state["exp_avg_sq"].any())
+                state = self.state.get(p, {})
+                known[name] = bool(state) and _smooth(state["exp_avg_sq"], float(state["step"]))
                 unknown += [] if known[name] else [name]
         if unknown and reducer.rank == 0:
             log.warning(
@@ -183,7 +186,7 @@ class _SparseAdam(Optimizer):
                 state["exp_avg_sq"],
                 sign=-1.0 if group["maximize"] else 1.0,
                 grown=bias / (1 - beta2**before),
-                least=math.sqrt(bias) / _LARGEST,
+                least=math.sqrt(bias) / min(max(before, _LARGEST[0]), _LARGEST[1]),
                 weight=1 - beta1,
                 decay=0.0 if self._decoupled else decay,
                 shrink=1 - lr * decay if self._decoupled else 1.0,
@@ -210,14 +213,31 @@ def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:
         reducer.notes["clipping"] = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
 
 
-def _sum(values: Tensor) -> float:
-    """Of values that are not negative. As integers, so that their order makes no difference and
-    all ranks get the same, whatever their number of threads."""
+def _smooth(moment: Tensor, steps: float) -> bool:
+    """Make up for a second moment being of few steps: what an element has not shown yet is taken
+    from its row and its column, as in Adafactor. False where nothing is known at all."""
+    matrix = moment.reshape(moment.shape[0], -1) if moment.ndim > 1 else moment.reshape(1, -1)
+    rows, columns, total = (_sums(matrix, dims) for dims in ([1], [0], [0, 1]))
+    if not total > 0:
+        return False
+    expected = (rows * columns / total).reshape(moment.shape).to(moment.dtype)
+    moment.lerp_(expected, _PRIOR_STEPS / (_PRIOR_STEPS + steps))
+    return True
+
+
+def _sums(values: Tensor, dims: Sequence[int]) -> Tensor:
+    """Over some dimensions, which are kept, of values that are not negative. As integers, so that
+    their order makes no difference and all ranks get the same, whatever their number of threads."""
     largest = float(values.max())
     if not 0 < largest < math.inf:
-        return 0.0
+        return torch.zeros([1] * values.ndim, dtype=torch.float64, device=values.device)
     unit = largest / (2**62 // values.numel())
-    return float((values.double() / unit).to(torch.int64).sum()) * unit
+    return (values.double() / unit).to(torch.int64).sum(list(dims), keepdim=True) * unit
+
+
+def _sum(values: Tensor) -> float:
+    """Of all."""
+    return float(_sums(values, range(values.ndim)))
 
 
 class Adam(_SparseAdam, torch.optim.Adam):

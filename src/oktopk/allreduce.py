@@ -10,6 +10,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -207,23 +208,13 @@ class SparseAllreduce:
     def _write_entries(self, step: Step, sums: Entries, scale: float) -> None:
         averages = self._round(sums.values / self._transport.size, scale)
         self._keep_rounding(step, sums.values, averages, scale, sums.indices)
-        ends = [len(sums)]
+        step.kernels.scatter(step.out, sums.indices, averages)
+        step.applied = [len(sums)]
         if len(step.out) > 1:
             stops = [here.stop for here, _ in slices(step.out)]
             cuts = torch.tensor(stops, dtype=sums.indices.dtype, device=self.device)
             ends = torch.searchsorted(sums.indices, cuts).tolist()
-        start = 0
-        for (here, part), end in zip(slices(step.out), ends, strict=True):
-            indices = sums.indices[start:end]
-            if here.start:
-                indices = indices - here.start
-            if averages.dtype == sums.values.dtype:
-                step.kernels.scatter(part, indices, averages[start:end])
-            else:
-                part.zero_()
-                part[indices] = averages[start:end]
-            step.applied.append(end - start)
-            start = end
+            step.applied = [end - start for start, end in pairwise([0, *ends])]
 
     def _write_dense(self, step: Step, sums: Tensor, scale: float) -> None:
         size = self._transport.size

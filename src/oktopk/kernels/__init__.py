@@ -7,6 +7,7 @@ callers never ask what they run on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,7 +36,7 @@ class Kernels(Protocol):
 
     def add_at(self, dense: Tensor, indices: Tensor, values: Tensor) -> None: ...
 
-    def scatter(self, dense: Tensor, indices: Tensor, values: Tensor) -> None: ...
+    def scatter(self, parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None: ...
 
     def take_common(
         self, dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor
@@ -87,8 +88,14 @@ class Kernels(Protocol):
 
 
 def for_device(device: torch.device) -> Kernels:
-    """The fastest kernels for `device`. Imported on first use: numba takes a second to load."""
-    if device.type == "cpu":
+    """The fastest kernels for `device`."""
+    return _for_type(device.type)
+
+
+@functools.cache
+def _for_type(kind: str) -> Kernels:
+    """Imported on first use: numba takes a second to load."""
+    if kind == "cpu":
         from . import cpu
 
         return cpu

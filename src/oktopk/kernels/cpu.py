@@ -126,10 +126,24 @@ def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     loop(dense.numpy(), indices.numpy(), values.numpy())
 
 
-def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
-    d, i, v = dense.numpy(), indices.numpy(), values.numpy()
-    loop = _compiled(dense.dtype, indices.dtype)["scatter"]
-    _parallel(lambda a, b: loop(d[a:b], a, i, v, _aligned(d, a)), _chunks(d.size))
+def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    if values.dtype not in (torch.float32, torch.float64):
+        reference.scatter(parts, indices, values)
+        return
+    i, v = indices.numpy(), values.numpy()
+    loop = _compiled(values.dtype, indices.dtype)["scatter"]
+
+    def write(part: Tensor, start: int) -> None:
+        d = part.numpy()
+        _parallel(
+            lambda low, high: loop(d[low:high], start + low, i, v, _aligned(d, low)),
+            _chunks(d.size),
+        )
+
+    start = 0
+    for part in parts:
+        write(part, start)
+        start += part.numel()
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
@@ -217,12 +231,13 @@ def _bits(array: Any) -> Any:
 def _flat(tensors: tuple[Tensor, ...]) -> list[Any] | None:
     """Their elements as they lie in memory; None if they do not lie densely, in the same order."""
     first = tensors[0]
-    same = all(t.stride() == first.stride() and t.dtype == first.dtype for t in tensors)
+    if first.dtype not in (torch.float32, torch.float64) or len({t.dtype for t in tensors}) > 1:
+        return None
+    if all(t.is_contiguous() for t in tensors):
+        return [t.detach().numpy().reshape(-1) for t in tensors]
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    dense = first.is_contiguous() or (
-        first.ndim in layouts and first.is_contiguous(memory_format=layouts[first.ndim])
-    )
-    if not (same and dense and first.dtype in (torch.float32, torch.float64)):
+    same = all(t.stride() == first.stride() for t in tensors) and first.ndim in layouts
+    if not (same and first.is_contiguous(memory_format=layouts[first.ndim])):
         return None
     return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
 
@@ -237,7 +252,7 @@ def _aligned(array: Any, start: int) -> int:
     small that it had better stay in them."""
     if array.nbytes < _LARGE:
         return -1
-    return (-array.ctypes.data // array.itemsize - start) % (64 // array.itemsize)
+    return int((-array.ctypes.data // array.itemsize - start) % (64 // array.itemsize))
 
 
 def _limits(threshold: float, dtype: torch.dtype) -> tuple[Any, Any, Any]:

@@ -10,6 +10,7 @@ and name each index at most once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -96,10 +97,17 @@ def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
     dense[indices] += values
 
 
-def scatter(dense: Tensor, indices: Tensor, values: Tensor) -> None:
-    """dense = 0 everywhere, but for the entries."""
-    dense.zero_()
-    dense[indices] = values
+def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    """Zeros everywhere, but for the entries; `parts` are one after the other the vector."""
+    stops = list(itertools.accumulate(part.numel() for part in parts))
+    cuts = torch.tensor(stops, dtype=indices.dtype, device=indices.device)
+    begin = 0
+    for part, stop, end in zip(
+        parts, stops, torch.searchsorted(indices, cuts).tolist(), strict=True
+    ):
+        part.zero_()
+        part[indices[begin:end] - (stop - part.numel())] = values[begin:end]
+        begin = end
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
