@@ -270,7 +270,8 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
 
     It finds out by itself which of its parameters are compressed. Without compression, for small
     parameters that are averaged densely, and during the dense warm-up, it is torch's AdamW to the
-    last bit. Give the algorithm a warm-up of 100 steps or more: the second moment comes from it.
+    last bit. Give the algorithm a warm-up: the second moment comes from it. 100 steps or more are
+    best; where dense steps take long, five will do.
 
     Args:
         refresh_interval: sparse steps in which the second moment of every element is brought up to
