@@ -97,7 +97,7 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
             dtype = list(DTYPES)[(turn // one_in + j) % len(DTYPES)]
             travels = FORMATS[(turn // one_in + shift) % len(FORMATS)]
             yield Case(pattern, numel, density, dtype, 4, travels)
-    numel, density = numels[4 + shift % 3], (0.02, 0.001, 0.5)[shift // 3 % 3]
+    numel, density = numels[4 + shift % 3], (0.5, 0.001, 0.02)[shift // 3 % 3]
     dtype, travels = list(DTYPES)[(shift + shift // 3) % 3], FORMATS[(shift + size) % len(FORMATS)]
     yield Case("drifting", numel, density, dtype, LONG, travels)
 
