@@ -31,7 +31,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from ..train.errors import UserError
@@ -126,12 +125,7 @@ class Hosts(ABC):
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _popen(
