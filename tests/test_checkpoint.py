@@ -61,7 +61,7 @@ def test_resume_is_bitwise_the_same(ranks: Ranks, name: str, tmp_path: Path) -> 
 
 def saved(rank: Rank, folder: str, algorithm: oktopk.Algorithm = OKTOPK, steps: int = 6) -> Any:
     model, handle = attached(rank, algorithm, momentum=0.5)
-    run(rank, model, sgd(model), range(steps))
+    run(rank, model, sgd(model, momentum=0.0), range(steps))
     oktopk.checkpoint.save(folder, handle, shared={"steps": steps})
     return handle.state_dict()
 
@@ -90,7 +90,7 @@ def loaded(
     restored = oktopk.checkpoint.load(folder, handle, strict=strict)
     state = handle.state_dict()
     if model is None:
-        run(rank, ddp, sgd(ddp), range(3))
+        run(rank, ddp, sgd(ddp, momentum=0.0), range(3))
         handle.check_replicas()
     return state, restored
 
@@ -367,14 +367,14 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(warm: Warm, tmp_path: Pa
 
 def save_dcp(rank: Rank, folder: str) -> Any:
     model, handle = attached(rank, OKTOPK)
-    run(rank, model, sgd(model), range(6))
+    run(rank, model, sgd(model, momentum=0.0), range(6))
     part = oktopk.checkpoint.DistributedCheckpoint(handle)
     content = {"model": model.module.state_dict(), "compression": part}
     dcp.save(  # type: ignore[attr-defined]
         content, checkpoint_id=folder, process_group=rank.group
     )
     state = handle.state_dict()
-    run(rank, model, sgd(model), range(6, 9))
+    run(rank, model, sgd(model, momentum=0.0), range(6, 9))
     return state, parameters(model)
 
 
@@ -387,7 +387,7 @@ def load_dcp(rank: Rank, folder: str) -> Any:
     )
     model.module.load_state_dict(weights)
     state = handle.state_dict()
-    run(rank, model, sgd(model), range(6, 9))
+    run(rank, model, sgd(model, momentum=0.0), range(6, 9))
     handle.check_replicas()
     return state, parameters(model)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 import oktopk
 from models import (
@@ -485,7 +486,7 @@ def test_the_plain_pair_does_the_same(ranks: Ranks) -> None:
 
 
 def detached(rank: Rank) -> tuple[list[Any], list[str]]:
-    model, handle = attached(rank, OKTOPK)
+    model, handle = attached(rank, OKTOPK, cleared="keep")
     run(rank, model, sgd(model), range(5))
     phases: list[str] = []
     handle.subscribe(lambda stats: phases.append(stats.phase))
@@ -553,10 +554,11 @@ def poisoned(rank: Rank, nonfinite: str, where: str) -> tuple[str, bool, Tensor,
 @pytest.mark.parametrize("where", ["0.weight", "5.weight", "2.bias"])
 def test_a_nan_raises_on_all_ranks_and_training_can_go_on(ranks: Ranks, where: str) -> None:
     outcomes = ranks.run(3, poisoned, "raise", where)
-    for rank, (message, unchanged, _, weights, _) in enumerate(outcomes):
+    for rank, (message, unchanged, averages, weights, _) in enumerate(outcomes):
         assert "step 3: NaN or Inf in the gradient of rank 1" in message
         assert (where in message) == (rank == 1)
         assert unchanged
+        assert not averages.any()  # whoever catches it and steps does the same on all ranks
         assert bool(weights.isfinite().all())
 
 
@@ -568,6 +570,68 @@ def test_a_nan_can_be_skipped(ranks: Ranks, where: str) -> None:
         assert before.any()
         assert not averages.any()
         assert bool(weights.isfinite().all())
+
+
+class Checkpointed(nn.Module):
+    """Six blocks whose backward is a backward inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=True).relu()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def reentrant(rank: Rank, size: float | None) -> tuple[Tensor, str]:
+    model = DDP(Checkpointed(), process_group=rank.group, bucket_cap_mb=size)
+    handle = oktopk.attach(model, OKTOPK, group=rank.own_group, dense_below=512)
+    optimizer = sgd(model)
+    message = ""
+    for step in range(4):
+        optimizer.zero_grad()
+        random = torch.Generator().manual_seed(10 * step + rank.rank)
+        loss = model(torch.randint(64, (8, 4), generator=random)).square().mean()
+        bad = step == 2 and rank.rank == 1
+        try:
+            (loss * torch.inf if bad else loss).backward()
+        except oktopk.NonFiniteGradientError as error:
+            message = f"{step}: {error}"
+        optimizer.step()
+    handle.check_replicas()
+    return parameters(model), message
+
+
+@pytest.mark.parametrize("size", [None, 0.002])
+def test_a_nan_under_reentrant_checkpointing(ranks: Ranks, size: float | None) -> None:
+    for weights, message in ranks.run(2, reentrant, size):
+        assert message.startswith("2: step 2: NaN or Inf in the gradient of rank 1")
+        assert bool(weights.isfinite().all())
+
+
+def attach_twice(rank: Rank) -> tuple[bool, Tensor, Tensor]:
+    """With AdamW, which finds its reducer by its parameters."""
+    trained = []
+    for twice in (False, True):
+        model, handle = attached(rank, oktopk.OkTopk(density=0.05, warmup_steps=2))
+        if twice:
+            with pytest.raises(ValueError, match="DDP does not take a hook here"):
+                oktopk.attach(model, OKTOPK, group=rank.own_group, **SMALL)
+        run(rank, model, oktopk.AdamW(model.parameters(), lr=1e-3), range(5))
+        trained.append(parameters(model))
+    return bool(handle.reducer.sparse), trained[0], trained[1]
+
+
+def test_a_refused_attach_leaves_no_trace(ranks: Ranks) -> None:
+    for sparse, once, twice in ranks.run(2, attach_twice):
+        assert sparse
+        assert torch.equal(once, twice)
 
 
 def wrong(rank: Rank, what: str) -> None:
@@ -611,6 +675,13 @@ def wrong(rank: Rank, what: str) -> None:
             weight.requires_grad_(True)
             oktopk.attach(ddp, OKTOPK, group=rank.own_group, **SMALL)
             loss_of(ddp, 0, rank.rank).backward()
+        case "thaw later":
+            model = net()
+            weight = model.get_parameter("3.weight").requires_grad_(False)
+            ddp, _ = attached(rank, OKTOPK, model)
+            run(rank, ddp, sgd(ddp), range(2))
+            weight.requires_grad_(True)
+            loss_of(ddp, 2, rank.rank).backward()
 
 
 @pytest.mark.parametrize(
@@ -628,6 +699,7 @@ def wrong(rank: Rank, what: str) -> None:
         ("closed", "this compression was closed"),
         ("sparse", "sparse=False"),
         ("thaw", "no gradient came for 3.weight"),
+        ("thaw later", "3.weight was frozen when compression was attached"),
     ],
 )
 def test_mistakes_are_explained_on_every_rank(ranks: Ranks, what: str, message: str) -> None:

@@ -92,6 +92,7 @@ class SparseAllreduce:
         self._buffers = Buffers(numel, residual_dtype, self.device)
         self._buffers.velocity = torch.empty_like(self._velocity)
         self._state = State()
+        self._before: _Before | None = None
         self._dense, self._first = Dense(), False
 
     @property
@@ -131,6 +132,7 @@ class SparseAllreduce:
         if algorithm != self.algorithm:
             self.algorithm = algorithm
             self._state = State(step=self._state.step, clean=self._state.clean)
+            self._before = None
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.
@@ -175,6 +177,7 @@ class SparseAllreduce:
         """
         algorithm = self._dense if self.dense else self.algorithm
         target = algorithm.target(self.numel, self._state.step)
+        self._before = None  # its buffers are written to from here on
         exact = "float32" if self._residual.dtype == torch.float32 else "plain"
         self._transport.reset()
         if self._first:
@@ -230,18 +233,48 @@ class SparseAllreduce:
         self._keep_rounding(step, sums, averages, scale)
 
     def commit(self, step: Step) -> None:
-        """Take the step's residual, velocity and state for the next."""
-        if isinstance(step.reduced, Entries) or not step.state.clean:
-            self._residual, self._buffers.accumulated = step.accumulated, self._residual
-        elif not self._state.clean:
-            self._residual.zero_()
-        if isinstance(step.reduced, Entries):
+        """Take the step's residual, velocity and state for the next; `discard` takes it back."""
+        sparse = isinstance(step.reduced, Entries)
+        if not sparse and step.state.clean and not self._state.clean:
+            step.accumulated.zero_()  # everything was applied
+        swapped = sparse or not (step.state.clean and self._state.clean)
+        self._before = _Before(self._state, swapped)
+        if swapped:
+            self._swap_residual()
+        if sparse:
             step.state.clean = False
             step.state.sparse_steps += 1
-        self._velocity, self._buffers.velocity = self._buffers.velocity, self._velocity
+        self._swap_velocity()
         self._state = step.state
         self._state.step += 1
         self._report(step)
+
+    def discard(self) -> None:
+        """Take back the last step, exactly: as if its gradient had never come.
+
+        Residual, velocity, thresholds, regions and step number are those from before it. For a
+        result that is thrown away; without this its gradient would wait in the residual and come
+        back. All ranks must do it together, before the next step.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            raise RuntimeError(
+                "there is no step to discard: none was taken since the start, or it was skipped, "
+                "discarded before, or the algorithm or the state was changed after it"
+            )
+        if before.swapped:
+            self._swap_residual()
+        elif not self._state.clean:  # `give_back` has written to a residual of zeros
+            self._residual.zero_()
+        self._swap_velocity()
+        self._state = before.state
+
+    def _swap_residual(self) -> None:
+        buffers = self._buffers
+        self._residual, buffers.accumulated = buffers.accumulated, self._residual
+
+    def _swap_velocity(self) -> None:
+        self._velocity, self._buffers.velocity = self._buffers.velocity, self._velocity
 
     def skip(self, step: Step, fill: float) -> None:
         """Forget a step, on every rank: the average is `fill` everywhere."""
@@ -346,6 +379,7 @@ class SparseAllreduce:
             boundaries = state["boundaries"].tolist()
             common += f", crc32 of boundaries={zlib.crc32(str(boundaries).encode())}"
         self._transport.agree(problem, common, "load the state of the same step")
+        self._before = None
         self._residual.copy_(state["residual"])
         self._velocity.copy_(state["velocity"])
         self._state = State(
@@ -399,6 +433,15 @@ class SparseAllreduce:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """How to take back the last step. Its old residual and velocity lie in the buffers."""
+
+    state: State
+    swapped: bool
+    """Whether residual and buffer were exchanged; if not, the residual was all zeros."""
 
 
 def _problem(

@@ -56,7 +56,13 @@ class Options:
     with an overflow anywhere all ranks get NaN, so that their scalers skip it together."""
     nonfinite: str = "raise"
     """What to do with a NaN or Inf on any rank where there is no GradScaler: `raise`
-    NonFiniteGradientError on all ranks, or `skip` the step: the average is zero."""
+    NonFiniteGradientError on all ranks, or `skip` the step: averages are zero, and optimizers
+    leave these parameters as they are."""
+    cleared: str = "discard"
+    """What to do when averages are cleared, by `zero_grad()`, say, before an optimizer has stepped
+    with them: `discard` the step, as `handle.discard()` does, or `keep` it. Keep it if you use
+    averages in another way than by an optimizer's step, for example to combine those of several
+    losses."""
 
     @classmethod
     def of(cls, **options: Any) -> Options:
@@ -73,6 +79,8 @@ class Options:
             return f'scope is {self.scope!r}, but must be "bucket" or "model"'
         if self.nonfinite not in ("raise", "skip"):
             return f'nonfinite is {self.nonfinite!r}, but must be "raise" or "skip"'
+        if self.cleared not in ("discard", "keep"):
+            return f'cleared is {self.cleared!r}, but must be "discard" or "keep"'
         if not self.bucket_mb > 0:
             return f"bucket_mb is {self.bucket_mb!r}, but must be above 0"
         if self.norm_clip is not None and not self.norm_clip > 0:
@@ -114,6 +122,8 @@ class Bucket:
     totals: Totals = field(default_factory=Totals)
     applied: list[int] = field(default_factory=list)
     """Entries applied to each parameter so far."""
+    last_applied: list[int] = field(default_factory=list)
+    """The same, of the last step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """What has arrived in this step."""
     step: Step | None = None

@@ -24,6 +24,7 @@ from .buckets import Options
 from .engine import AllReducer
 from .handle import Handle
 from .transport import NonFiniteGradientError
+from .watch import watch
 
 Hook = Callable[["Compression", GradBucket], Future[Tensor]]
 
@@ -53,15 +54,23 @@ class Compression(Handle):
             trainer=trainer,
         )
         self._reducer: AllReducer | None = None
+        self._frozen: list[tuple[str, Tensor]] = []
+        self._end_watch: Callable[[], None] | None = None
 
     @property
     def reducer(self) -> AllReducer:
         """The engine. Made on first use, which is collective and needs torch.distributed."""
         if self._reducer is None:
             named = self._parameters.items()
+            self._frozen = [(name, p) for name, p in named if not p.requires_grad]
             self._reducer = self._begin([(name, p) for name, p in named if p.requires_grad])
             advise(self._reducer)
         return self._reducer
+
+    def close(self) -> None:
+        if self._end_watch is not None:
+            self._end_watch()
+        super().close()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds: tensors and plain values.
@@ -85,9 +94,13 @@ class Compression(Handle):
                 "a sparse gradient came: build the embedding with sparse=False to compress it"
             )
         reducer = self.reducer
-        in_backward = torch._C._current_graph_task_id() != -1
-        if bucket.index() == 0 and in_backward:
-            self._at_end_of_backward(reducer)
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when compression was attached and is trained now, but "
+                    "nobody averages it, so replicas would drift apart: unfreeze it before "
+                    "DistributedDataParallel() and attach()"
+                )
         gradients = {}
         start = 0
         for parameter in bucket.parameters():
@@ -95,12 +108,27 @@ class Compression(Handle):
             gradients[self._names[id(parameter)]] = buffer[start : start + parameter.numel()]
             start += parameter.numel()
         future = reducer.submit(gradients, buffer, bucket.is_last())
-        if bucket.is_last() and not in_backward:
-            # In join(), for a rank without inputs. Whether a NaN of another one ends training is
-            # for that one to decide.
-            with contextlib.suppress(NonFiniteGradientError):
-                reducer.wait()
+        if self._end_watch is None:  # not before DDP has accepted the hook
+            names = (name for bucket in reducer.buckets for name in bucket)
+            self._end_watch = watch(reducer, {name: self._parameters[name] for name in names})
+        if bucket.is_last():
+            self._complete(reducer)
         return future
+
+    def _complete(self, reducer: AllReducer) -> None:
+        """See to it that somebody waits for the step, now that all of it has been submitted.
+
+        Not earlier: with `checkpoint(..., use_reentrant=True)` an earlier bucket may come in a
+        backward inside the backward, and its end is not that of the step.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            self._at_end_of_backward(reducer)
+            return
+        # In join(), for a rank without inputs. It does not step itself. Whether a NaN of another
+        # one ends training is for that one to decide.
+        with contextlib.suppress(NonFiniteGradientError):
+            reducer.wait()
+        reducer.stepped = True
 
     def _at_end_of_backward(self, reducer: AllReducer) -> None:
         """Raise the communication thread's exception from backward() itself.
@@ -165,6 +193,7 @@ def attach(
     try:
         ddp.register_comm_hook(handle, hook)
     except RuntimeError as error:
+        handle.close()
         raise ValueError(
             "DDP does not take a hook here. It takes one only, before the first backward, and none "
             "with mixed_precision= (use autocast) or an optimizer that steps in backward. It "

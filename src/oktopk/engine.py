@@ -107,14 +107,26 @@ class AllReducer:
         """Parameters without a gradient on any rank in the last step (with `may_be_unused`)."""
         self.sparse: frozenset[str] = frozenset()
         """Parameters whose average was sparse in the last step."""
+        self.stepping = False
+        """Whether an optimizer of these parameters is in its `step`; see watch.py."""
+        self.stepped = True
+        """Whether an optimizer has stepped since the last averages came, or none have come."""
         self._probe: tuple[str, Tensor] | None = None
         self.notes: dict[str, Any] = {}
         """What an optimizer has to remember of sparse steps: plain values, saved in the state."""
         self._tracker: Callable[[], object] = lambda: None
         self._moments: Moments | None = None
         self._squares: dict[tuple[str, int], Squares] = {}
+        self._before: tuple[Moments | None, dict[tuple[str, int], Squares]] = None, {}
+        """As they were before the last step, for `discard`."""
         self._worker.run(self._build)
         self.set_trainer(trainer)
+
+    def announce(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Let optimizers find this reducer by its parameters, from now on.
+
+        For the front end to call when gradients of these parameters really come here.
+        """
         for name, parameter in named_parameters:
             _reducers[parameter] = weakref.ref(self), name
 
@@ -183,6 +195,32 @@ class AllReducer:
         return self._transport.size
 
     @property
+    def step(self) -> int:
+        """The number of the next step."""
+        return self._step
+
+    @property
+    def optimized(self) -> bool:
+        """Whether an optimizer has ever stepped with averages; saved in the state."""
+        return bool(self.notes.get("optimized"))
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the GradScaler that scales the loss is known."""
+        return self._scaler is not None
+
+    @property
+    def totals(self) -> Totals:
+        """Sums over all steps so far, as the communication thread goes on writing them."""
+        return self._totals
+
+    def applied_to(self, name: str) -> int:
+        """The number of entries of a parameter's average in the last step."""
+        bucket = self._bucket_of[name]
+        position = next(i for i, slot in enumerate(bucket.slots) if slot.name == name)
+        return bucket.last_applied[position]
+
+    @property
     def buckets(self) -> list[list[str]]:
         """The parameters of each bucket, in the order in which backward should deliver them."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
@@ -230,6 +268,7 @@ class AllReducer:
             self._bucket_of.clear()
             self._squares.clear()
             self._moments = self._probe = None
+            self._before = None, {}
 
         self._closed = True
         self._worker.submit(let_go)
@@ -241,6 +280,23 @@ class AllReducer:
     def forget(self) -> None:
         """Drop what has been submitted of a step that will not be completed."""
         self._run(self._clear)
+
+    def discard(self) -> bool:
+        """Take back the last step, exactly; see `Handle.discard`. False if there is none."""
+
+        def take_back() -> bool:
+            if self.stepped or any(bucket.gradients for bucket in self._buckets):
+                return False
+            for bucket in self._buckets:
+                bucket.reduce.discard()
+            self._moments, self._squares = self._before
+            if self._moments is not None and self.sparse:
+                self._moments.discard()
+            self._totals.discarded_steps += 1
+            self.stepped = True
+            return True
+
+        return self._run(take_back)
 
     def wait(self) -> None:
         """Until everything submitted is done; raises what went wrong with it."""
@@ -466,6 +522,8 @@ class AllReducer:
                     self._error = error
                 except BaseException as error:
                     self._error, self._broken = error, True
+            if self._error is not None:
+                self._zero(gradients)
             if last or self._broken:
                 self._clear()
         self._busy += time.perf_counter() - since
@@ -473,6 +531,13 @@ class AllReducer:
     @property
     def _step(self) -> int:
         return self._buckets[0].reduce.steps
+
+    def _zero(self, gradients: Mapping[str, Tensor]) -> None:
+        """After an error: gradients are neither averages nor equal on all ranks, so nobody may
+        step with them by mistake. These, and those that came before them in the step."""
+        for parts in (gradients, *(bucket.gradients for bucket in self._buckets)):
+            for gradient in parts.values():
+                gradient.zero_()
 
     def _clear(self) -> None:
         if self._moments is not None:
@@ -561,16 +626,30 @@ class AllReducer:
         if not self.skipped:
             for bucket, step in steps:
                 bucket.reduce.commit(step)
+                bucket.last_applied = step.applied
                 bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
             self._give_back_unused(steps)
+            self._before = self._moments, dict(self._squares)
             self._look_at_sizes()
+            self.stepped = self.stepping
         elif self._scaler is not None or self.options.nonfinite == "skip":
-            fill = 0.0 if self._scaler is None else math.nan
-            for bucket, step in steps:
-                bucket.reduce.skip(step, fill)
+            self._skip(steps)
         else:
             self._blame(steps)
         self._report()
+
+    def _skip(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
+        """A NaN or Inf somewhere: all ranks leave the step out."""
+        for bucket, step in steps:
+            bucket.reduce.skip(step, 0.0 if self._scaler is None else math.nan)
+        skipped = self._totals.skipped_steps + 1
+        if self._scaler is None and skipped & (skipped - 1) == 0 and self.rank == 0:
+            log.warning(
+                "step %d is skipped, a gradient has a NaN or Inf; so far %d of %d steps were",
+                self._step - 1,
+                skipped,
+                self._totals.steps + 1,
+            )
 
     def _look_at_sizes(self) -> None:
         """For an optimizer that wants to know how large gradients are."""
@@ -604,6 +683,7 @@ class AllReducer:
                     bucket.reduce.give_back(step, index, self._scale())
 
     def _blame(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
+        """Raise, on all ranks, with where the NaN or Inf came from."""
         names = [
             bucket.slots[index].name
             for bucket, step in steps

@@ -42,6 +42,24 @@ class Handle:
         """From now on dense. The next step also applies all that waits in the residuals."""
         self.reducer.algorithm = Dense()
 
+    def discard(self) -> None:
+        """Take back the last step, exactly, because its averages are thrown away.
+
+        A gradient that came once waits in the residuals until it is applied. Where averages are
+        not used, as in a step that is left out because its norm is too large, call this instead
+        of `optimizer.step()`: residuals, thresholds and moments are then those from before the
+        step, as if its gradient had never come. `p.grad` is left as it is.
+
+        All ranks must call it, before the next backward. See the option `cleared` for averages
+        that are cleared without this.
+        """
+        if not self.reducer.discard():
+            raise RuntimeError(
+                "there is no step to discard: none was taken yet, the last one was skipped or "
+                "discarded before, or an optimizer has stepped with it. Call discard() after "
+                "backward(), instead of optimizer.step()"
+            )
+
     def close(self) -> None:
         """End compression for good and let go of its memory; a model in DDP cannot train on."""
         self.reducer.close()

@@ -36,7 +36,9 @@ class Moments:
 
     The first round of `interval` steps ends with `totals`, to compare all that follows with;
     slices have their turns from the second round on. After a step that was not taken, with an
-    overflow, say, all sums begin anew: nobody knows what is in them.
+    overflow, say, all sums begin anew: nobody knows what is in them. So they do when a step is
+    discarded for the first time. From then on the sums before each step are kept, too, and a
+    step can be taken back exactly.
     """
 
     def __init__(self, buckets: Sequence[Bucket], interval: int, transport: Transport) -> None:
@@ -46,6 +48,10 @@ class Moments:
         self._buckets = [bucket for bucket in buckets if not bucket.dense]
         self._transport = transport
         self._sums: list[Tensor] = []
+        self._spare: list[Tensor] = []
+        """The sums before the last step, once a step has been discarded."""
+        self._before: dict[str, Any] = {}
+        """The counters before the last step."""
         self._steps = 0
         """Steps that are in the sums, if their turn has not come since."""
         self._turns = 0
@@ -62,12 +68,17 @@ class Moments:
     def observe(self, bucket: Bucket, factor: float) -> None:
         """Add the squares of a bucket's gradients, times `factor` each, before they are reduced."""
         if not self._sums:
-            device = self._transport.device
-            self._sums = [torch.zeros(b.reduce.numel, device=device) for b in self._buckets]
+            self._sums = self._zeros()
         self._pending = True
-        for slot, sums in bucket.flat_pieces(self._sums[self._buckets.index(bucket)]):
+        number = self._buckets.index(bucket)
+        after = (self._spare or self._sums)[number].split([slot.numel for slot in bucket.slots])
+        for (slot, sums), out in zip(bucket.flat_pieces(self._sums[number]), after, strict=True):
             gradient = bucket.gradients[slot.name].float()
-            sums.addcmul_(gradient, gradient, value=factor * factor)
+            torch.addcmul(sums, gradient, gradient, value=factor * factor, out=out)
+
+    def _zeros(self) -> list[Tensor]:
+        device = self._transport.device
+        return [torch.zeros(bucket.reduce.numel, device=device) for bucket in self._buckets]
 
     def advance(self, unused: Collection[str]) -> list[Squares]:
         """The step was taken, collective: what is known anew.
@@ -75,6 +86,9 @@ class Moments:
         Args:
             unused: parameters that had no gradient on any rank.
         """
+        self._before = self.state_dict()
+        if self._spare:
+            self._sums, self._spare = self._spare, self._sums
         self._pending = False
         self._steps += 1
         for name in self._used:
@@ -88,11 +102,29 @@ class Moments:
 
     def settle(self) -> None:
         """The step has ended; if it was not taken, begin anew."""
-        if self._pending:
-            self._pending, self._steps = False, 0
-            self._used = dict.fromkeys(self._used, 0)
-            for sums in self._sums:
-                sums.zero_()
+        if self._pending and not self._spare:
+            self._begin_anew()
+        self._pending = False
+
+    def discard(self) -> None:
+        """Take back the last step."""
+        self._set(self._before)
+        if self._spare:
+            self._sums, self._spare = self._spare, self._sums
+        else:
+            self._begin_anew()
+            self._spare = self._zeros()
+
+    def _begin_anew(self) -> None:
+        self._steps = 0
+        self._used = dict.fromkeys(self._used, 0)
+        for sums in self._sums:
+            sums.zero_()
+
+    def _set(self, counters: Mapping[str, Any]) -> None:
+        self._steps, self._turns = counters["steps"], counters["turns"]
+        self._used |= {name: n for name, n in counters["used"].items() if name in self._used}
+        self.totals = dict(counters["totals"])
 
     def _share_totals(self) -> None:
         parts = list(self._parts())
@@ -141,6 +173,7 @@ class Moments:
             "turns": self._turns,
             "used": dict(self._used),
             "totals": dict(self.totals),
+            "discards": bool(self._spare),
         }
 
     def squares(self) -> dict[str, Tensor]:
@@ -151,12 +184,11 @@ class Moments:
 
     def load(self, saved: Mapping[str, Any], squares: Mapping[str, Tensor]) -> None:
         """Continue where a state was taken: once, before anything else."""
-        self._steps, self._turns = saved["steps"], saved["turns"]
-        self._used |= {name: used for name, used in saved["used"].items() if name in self._used}
-        self.totals = dict(saved["totals"])
+        self._set(saved)
+        if saved.get("discards"):  # states of older versions do not have it
+            self._spare = self._zeros()
         if squares:
-            device = self._transport.device
-            self._sums = [torch.zeros(b.reduce.numel, device=device) for b in self._buckets]
+            self._sums = self._zeros()
             for slot, part in self._parts():
                 kept = squares.get(slot.name)
                 if kept is not None and kept.shape == slot.size:

@@ -17,6 +17,7 @@ from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer, log
 from .handle import Handle
+from .watch import discard_if_cleared, watch
 
 _KEY = "compression"
 
@@ -85,6 +86,9 @@ class DistributedOptimizer(Handle, Optimizer):
         )
         advise(self._reducer)
         self._buckets = self._reducer.buckets
+        names = (name for bucket in self._buckets for name in bucket)
+        self._averaged = {name: self._parameters[name] for name in names}
+        self._end_watch = watch(self._reducer, self._averaged)
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}
         self._sync = True
@@ -118,6 +122,7 @@ class DistributedOptimizer(Handle, Optimizer):
         """Average no more: the model's gradients are left alone from now on."""
         for hook in self._hooks:
             hook.remove()
+        self._end_watch()
         self.reducer.close()
 
     def broadcast_parameters(self, source: int = 0) -> None:
@@ -179,6 +184,8 @@ class DistributedOptimizer(Handle, Optimizer):
                 "a parameter that was frozen when the optimizer was wrapped is trained now, and "
                 "nobody would average it: wrap again after unfreezing (close() this one first)"
             )
+        if self._backward is None:  # on a rank without a backward nobody has looked yet
+            discard_if_cleared(self.reducer, self._averaged)
         while self._submitted < len(self._buckets):
             self._submit()
         self._new_round()

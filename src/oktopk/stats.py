@@ -122,6 +122,8 @@ class Totals:
     """Steps in which all elements were averaged."""
     skipped_steps: int = 0
     """Steps that were skipped because of a NaN or Inf."""
+    discarded_steps: int = 0
+    """Steps that were taken back because their averages were thrown away."""
     elements: int = 0
     """Elements of all gradients."""
     asked: int = 0
@@ -230,7 +232,8 @@ class Summary:
         totals = self.totals
         lines = [
             f"{totals.steps} steps, {totals.dense_steps} of them dense, "
-            f"{totals.skipped_steps} skipped; {totals.bytes_sent / 1e6:,.1f} MB sent",
+            f"{totals.skipped_steps} skipped, {totals.discarded_steps} discarded; "
+            f"{totals.bytes_sent / 1e6:,.1f} MB sent",
             f"sparsity {totals.sparsity:.2%}, {totals.compression_ratio:.1f} x fewer entries",
             f"communication thread busy {self.busy:.2f} s, waited for {self.waited:.2f} s: "
             + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in totals.seconds.items()),

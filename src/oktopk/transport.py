@@ -193,9 +193,10 @@ class Transport:
             what = f"the gradient of rank {', '.join(bad)}"
         here = f" (on this rank in {where})" if where else ""
         raise NonFiniteGradientError(
-            f"step {step}: NaN or Inf in {what}{here}. No rank's residual has changed. Find "
-            "where it comes from (a learning rate too high, an empty batch, values near the "
-            'largest of their type), or pass nonfinite="skip" to skip such steps'
+            f"step {step}: NaN or Inf in {what}{here}. No rank's residual has changed. If a "
+            "GradScaler scales the loss, pass it as grad_scaler=. If not, find where it comes from "
+            "(a learning rate too high, an empty batch, values near the largest of their type), or "
+            'pass nonfinite="skip" to skip such steps'
         )
 
     def exchange(
