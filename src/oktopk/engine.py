@@ -49,7 +49,7 @@ def reducer_of(parameter: Tensor) -> tuple[AllReducer, str] | None:
     """Who averages a parameter's gradients, and under which name."""
     reference, name = _reducers.get(parameter, (lambda: None, ""))
     reducer = reference()
-    return None if reducer is None or reducer._closed else (reducer, name)
+    return None if reducer is None or reducer.closed else (reducer, name)
 
 
 def _keep_for_this_stream(tensor: Tensor) -> None:
@@ -100,7 +100,7 @@ class AllReducer:
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._used: dict[str, bool] = {}
         self._error: BaseException | None = None
-        self._broken = self._closed = False
+        self._broken = self.closed = False
         self.skipped = False
         """Whether the last step was skipped because of a NaN or Inf."""
         self.unused: frozenset[str] = frozenset()
@@ -270,11 +270,11 @@ class AllReducer:
             self._moments = self._probe = None
             self._before = None, {}
 
-        self._closed = True
+        self.closed = True
         self._worker.submit(let_go)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise RuntimeError("this compression was closed; attach or wrap anew")
 
     def forget(self) -> None:

@@ -28,8 +28,10 @@ _SMALL = 1 << 16
 """Elements of a parameter that is quickly looked at."""
 _SCALER_FILE = inspect.getfile(torch.amp.grad_scaler.GradScaler)
 _hooks: list[Any] = []
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers whose first step with averages has been looked at."""
+_found: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[AllReducer]]]]
+_found = weakref.WeakKeyDictionary()
+"""Who averages for an optimizer, and of which parameters and announcements this was found."""
+_announcements = 0
 
 
 def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -38,10 +40,12 @@ def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callab
     Args:
         named_parameters: those whose gradients the reducer averages.
     """
+    global _announcements
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before))
         _hooks.append(register_optimizer_step_post_hook(_after))
     reducer.announce(named_parameters.items())
+    _announcements += 1
     # Both ends of the model: whichever of them backward comes to first, the other tells, too,
     # whether gradients have been cleared.
     small = [item for item in named_parameters.items() if item[1].numel() <= _SMALL]
@@ -97,34 +101,45 @@ def _is_cleared(parameter: Tensor, applied: int) -> bool:
     return gradient is None or (applied > 0 and not bool(gradient.any()))
 
 
-def _averaged(optimizer: Optimizer) -> dict[AllReducer, list[Tensor]]:
-    """Who averages gradients of an optimizer's parameters, and of which."""
-    found: dict[AllReducer, list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            pair = reducer_of(p)
-            if pair is not None:
-                found.setdefault(pair[0], []).append(p)
-    return found
-
-
 def _before(optimizer: Optimizer, *_: Any) -> None:
-    for reducer, parameters in _averaged(optimizer).items():
+    for reducer in _reducers(optimizer, _refuse_unknown_scaler):
         _refuse_second_momentum(optimizer, reducer)
-        if optimizer not in _known:
-            _refuse_unknown_scaler(reducer)
         if reducer.skipped:
-            # Zeros would still move parameters, by momentum and weight decay. Optimizers leave
-            # parameters without a gradient alone.
-            for p in parameters:
-                p.grad = None
+            _leave_out(optimizer, reducer)
         reducer.notes["optimized"] = reducer.stepped = reducer.stepping = True
-    _known.add(optimizer)
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
-    for reducer in _averaged(optimizer):
+    for reducer in _reducers(optimizer):
         reducer.stepping, reducer.stepped = False, True
+
+
+def _reducers(
+    optimizer: Optimizer, check: Callable[[AllReducer], None] = lambda reducer: None
+) -> list[AllReducer]:
+    """Who averages gradients of an optimizer's parameters; `check` is called for a new one."""
+    key = _announcements, sum(len(group["params"]) for group in optimizer.param_groups)
+    if optimizer not in _found or _found[optimizer][0] != key:
+        pairs = (reducer_of(p) for group in optimizer.param_groups for p in group["params"])
+        found = {pair[0]: None for pair in pairs if pair is not None}
+        for reducer in found:
+            check(reducer)
+        _found[optimizer] = key, [weakref.ref(reducer) for reducer in found]
+    reducers = (reference() for reference in _found[optimizer][1])
+    return [reducer for reducer in reducers if reducer is not None and not reducer.closed]
+
+
+def _leave_out(optimizer: Optimizer, reducer: AllReducer) -> None:
+    """Let the step leave a reducer's parameters alone, after a step that was skipped.
+
+    Averages of zero would still move them, by momentum and weight decay; optimizers do not touch
+    parameters without a gradient.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            pair = reducer_of(p)
+            if pair is not None and pair[0] is reducer:
+                p.grad = None
 
 
 def _refuse_second_momentum(optimizer: Optimizer, reducer: AllReducer) -> None:
