@@ -7,6 +7,7 @@ thread sends.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -28,6 +29,7 @@ _of_all_ranks: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionar
 _of_group: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
 """By the id of a group that somebody gave; gone when its last user is."""
 _alone: list[Worker] = []
+_moving = threading.Lock()
 
 
 class Worker:
@@ -35,6 +37,9 @@ class Worker:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self._begin()
+
+    def _begin(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         # A daemon, and without a reference to the worker: neither keeps the other alive.
         self._thread = threading.Thread(
@@ -42,9 +47,12 @@ class Worker:
         )
         self._thread.start()
         weakref.finalize(self, _stop, self._tasks, self._thread)
+        self._pid = os.getpid()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
         """Run a task after all that were submitted before."""
+        if self._pid != os.getpid():
+            self._move()
         answer: Future[T] = Future()
         self._tasks.put((task, answer))
         return answer
@@ -57,6 +65,18 @@ class Worker:
         if threading.current_thread() is self._thread:
             return task()
         return self.submit(task).result()
+
+    def _move(self) -> None:
+        """Into a forked child, which has none of its parent's threads."""
+        if self.group is not None:
+            raise RuntimeError(
+                f"this compression, or its process group, was made in another process (pid "
+                f"{self._pid}), and cannot communicate in this one, which was forked from it: "
+                "attach it in the process that trains, after init_process_group"
+            )
+        with _moving:
+            if self._pid != os.getpid():
+                self._begin()
 
 
 def worker(group: dist.ProcessGroup | None) -> Worker:
