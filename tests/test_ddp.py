@@ -346,6 +346,7 @@ def branching(rank: Rank, density: float, how: str) -> list[tuple[Tensor, ...]]:
         module = ddp if how == "pair" else model
         handle, hook = oktopk.comm_hook(module, algorithm, group=rank.own_group, **options)
         ddp.register_comm_hook(handle, hook)
+        handle.start()
     seen = []
     for step in range(8):
         # Both branches in some steps (on different ranks), one of them in others.

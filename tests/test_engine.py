@@ -127,7 +127,7 @@ def test_another_order_on_one_rank_is_an_error(ranks: Ranks, algorithm: oktopk.A
     for _, error in ranks.outcomes(3, crossed, algorithm):
         assert error is not None
         assert "PeerError" in error
-        assert "another place in its program" in error
+        assert "another place in the program" in error
 
 
 def freed(rank: Rank, how: str) -> tuple[bool, int]:

@@ -21,7 +21,7 @@ from .algorithms import Algorithm, Dense, State, Step
 from .algorithms.base import Buffers, Momentum, slices
 from .select import Carried
 from .stats import StepStats
-from .transport import Transport
+from .transport import Operation, Transport
 from .wire import Entries
 
 _RESIDUAL_DTYPE = {
@@ -72,11 +72,12 @@ class SparseAllreduce:
     ) -> None:
         transport = Transport(group, device)
         problem = _problem(algorithm, numel, dtype, nonfinite, momentum)
-        transport.agree(
-            problem,
-            f"{numel=}, {dtype=}, {nonfinite=}, {momentum=}, {algorithm=}",
-            "construct SparseAllreduce with the same arguments",
-        )
+        with transport.together(Operation.CONSTRUCT):
+            transport.agree(
+                problem,
+                f"{numel=}, {dtype=}, {nonfinite=}, {momentum=}, {algorithm=}",
+                "construct SparseAllreduce with the same arguments",
+            )
         self.algorithm = algorithm
         self.numel = numel
         self.dtype = dtype
@@ -378,7 +379,8 @@ class SparseAllreduce:
             )
             boundaries = state["boundaries"].tolist()
             common += f", crc32 of boundaries={zlib.crc32(str(boundaries).encode())}"
-        self._transport.agree(problem, common, "load the state of the same step")
+        with self._transport.together(Operation.LOAD):
+            self._transport.agree(problem, common, "load the state of the same step")
         self._before = None
         self._residual.copy_(state["residual"])
         self._velocity.copy_(state["velocity"])

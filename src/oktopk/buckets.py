@@ -66,12 +66,16 @@ class Options:
 
     @classmethod
     def of(cls, **options: Any) -> Options:
-        """Options by name; an unknown one is an error that lists those that there are."""
+        """Options by name; what is wrong with them is a ValueError."""
         known = [field.name for field in fields(cls)]
         for option in options:
             if option not in known:
                 raise ValueError(f"there is no option {option!r}; there are {', '.join(known)}")
-        return cls(**options)
+        made = cls(**options)
+        problem = made.problem()
+        if problem:
+            raise ValueError(problem)
+        return made
 
     def problem(self) -> str | None:
         """What is wrong, and how to mend it."""
@@ -87,6 +91,8 @@ class Options:
             return f"norm_clip is {self.norm_clip!r}, but must be above 0, or None for no clipping"
         if not 0 <= self.momentum < 1:
             return f"momentum is {self.momentum!r}, but must be at least 0 and below 1"
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
+            return f"grad_scaler is {self.grad_scaler!r}, but must be a GradScaler, or None"
         if isinstance(self.dense, str):
             return f"dense is {self.dense!r}, but must be a list of names: [{self.dense!r}]"
         return None

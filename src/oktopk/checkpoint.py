@@ -31,9 +31,12 @@ from torch import Tensor
 from .engine import AllReducer, log
 from .handle import Handle
 from .state import TENSORS, redistribute, sharers, upgraded
+from .transport import Operation
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+_PATIENCE = 600.0
+"""Seconds that ranks wait for those that write before they say so."""
 _DATA = re.compile(r"data-\d+-[0-9a-f]{8}")
 
 
@@ -73,7 +76,7 @@ def save(
     reducer = _reducer(handle)
     state = reducer.state_dict()
     rank, size = state["rank"], state["size"]
-    name = reducer.share(f"data-{state['step']}-{secrets.token_hex(4)}")[0]
+    name = reducer.share(Operation.SAVE, f"data-{state['step']}-{secrets.token_hex(4)}")[0]
     data = Path(folder) / name
     files, problem = {}, None
     try:
@@ -86,7 +89,8 @@ def save(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = f"rank {rank} could not write to {data}: {type(error).__name__}: {error}"
         problem = problem.encode("ascii", "replace").decode()[:700]
-    answers = [json.loads(text) for text in reducer.share(json.dumps([problem, files]))]
+    told = reducer.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
+    answers = [json.loads(text) for text in told]
     problems = [problem for problem, _ in answers if problem]
     if not problems and rank == 0:
         manifest = {
@@ -106,9 +110,9 @@ def save(
     if problems and rank == 0 and not _names(Path(folder), name):
         shutil.rmtree(data, ignore_errors=True)
     # Nobody goes on before the checkpoint is whole; and all hear if the manifest failed.
-    told = reducer.share("; ".join(problems)[:900])[0]
-    if told:
-        raise OSError(f"the checkpoint was not written, an earlier one is as it was. {told}")
+    failed = reducer.share(Operation.SAVE, "; ".join(problems)[:900], _PATIENCE)[0]
+    if failed:
+        raise OSError(f"the checkpoint was not written, an earlier one is as it was. {failed}")
 
 
 def load(
@@ -141,7 +145,8 @@ def load(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         known = isinstance(error, ValueError)
         problem = str(error) if known else f"{folder}: {type(error).__name__}: {error}"
-    reducer.agree(problem, f"{folder} has {manifest.get('data')}", "load from the same folder")
+    here = f"{folder} has {manifest.get('data')}"
+    reducer.agree(Operation.LOAD, problem, here, "load from the same folder")
     reducer.load_state_dict(state, strict)
     return Checkpoint(manifest["step"], shared, own)
 
@@ -262,7 +267,7 @@ def _of_rank(
 
 
 def _reducer(handle: Handle | AllReducer) -> AllReducer:
-    return handle if isinstance(handle, AllReducer) else handle.reducer
+    return handle if isinstance(handle, AllReducer) else handle.start()
 
 
 def _rank_file(rank: int) -> str:

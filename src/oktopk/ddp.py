@@ -25,6 +25,7 @@ from .engine import AllReducer
 from .handle import Handle
 from .transport import NonFiniteGradientError
 from .watch import watch
+from .worker import raised_by_all
 
 Hook = Callable[["Compression", GradBucket], Future[Tensor]]
 
@@ -59,7 +60,14 @@ class Compression(Handle):
 
     @property
     def reducer(self) -> AllReducer:
-        """The engine. Made on first use, which is collective and needs torch.distributed."""
+        if self._reducer is None:
+            raise RuntimeError(
+                "compression begins in the first backward: call start() on all ranks, after "
+                "init_process_group, to begin it now"
+            )
+        return self._reducer
+
+    def start(self) -> AllReducer:
         if self._reducer is None:
             named = self._parameters.items()
             self._frozen = [(name, p) for name, p in named if not p.requires_grad]
@@ -81,7 +89,7 @@ class Compression(Handle):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where the state was taken; see `AllReducer.load_state_dict`."""
-        self.reducer.load_state_dict(state, strict)
+        self.start().load_state_dict(state, strict)
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         return self._parameters.items()
@@ -93,7 +101,7 @@ class Compression(Handle):
             raise ValueError(
                 "a sparse gradient came: build the embedding with sparse=False to compress it"
             )
-        reducer = self.reducer
+        reducer = self.start()
         for name, p in self._frozen:
             if p.requires_grad:
                 raise ValueError(
@@ -187,19 +195,29 @@ def attach(
             f"model is a {type(ddp).__name__}, but must be in DistributedDataParallel: attach to "
             "DDP(model), or use oktopk.DistributedOptimizer without DDP"
         )
-    _check_group(ddp, group)
-    handle = Compression(ddp, algorithm, Options.of(**options), group, _has_unused(ddp), trainer)
-    _ = handle.reducer  # now, so that what is wrong is said here
+    with raised_by_all(ddp.process_group):
+        _check_group(ddp, group)
+        settings = Options.of(**options)
+        handle = Compression(ddp, algorithm, settings, group, _has_unused(ddp), trainer)
+    handle.start()
+    try:
+        with raised_by_all(ddp.process_group):
+            _register(ddp, handle)
+    except Exception:
+        handle.close()
+        raise
+    return handle
+
+
+def _register(ddp: DistributedDataParallel, handle: Compression) -> None:
     try:
         ddp.register_comm_hook(handle, hook)
     except RuntimeError as error:
-        handle.close()
         raise ValueError(
             "DDP does not take a hook here. It takes one only, before the first backward, and none "
             "with mixed_precision= (use autocast) or an optimizer that steps in backward. It "
             f"said: {error}"
         ) from error
-    return handle
 
 
 def comm_hook(

@@ -35,12 +35,15 @@ from .allreduce import SparseAllreduce
 from .buckets import Bucket, Options, Slot, cut, slots_of, summarize
 from .moments import Moments, Squares
 from .stats import StepStats, Summary, Totals, together
-from .transport import NonFiniteGradientError, Transport
+from .transport import NonFiniteGradientError, Operation, PeerError, Transport, in_words, place_of
 from .worker import worker
 
 T = TypeVar("T")
 log = logging.getLogger("oktopk")
 
+_LATE_STEP = 60.0
+"""Seconds after which a rank says that it waits for others in a step. They may take long for their
+own part of it, to load data or to compile, say."""
 _reducers = WeakIdKeyDictionary()
 """By parameter, its name and who averages its gradients (weakly)."""
 
@@ -119,7 +122,7 @@ class AllReducer:
         self._squares: dict[tuple[str, int], Squares] = {}
         self._before: tuple[Moments | None, dict[tuple[str, int], Squares]] = None, {}
         """As they were before the last step, for `discard`."""
-        self._worker.run(self._build)
+        self._worker.run(self._build, Operation.BEGIN.value)
         self.set_trainer(trainer)
 
     def announce(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -135,6 +138,20 @@ class AllReducer:
         problem = self._problem()
         device = self._slots[0].device if self._slots else None
         self._transport = Transport(self._worker.group, None if problem else device)
+        with self._transport.together(Operation.BEGIN):
+            self._agree_to_begin(problem)
+            self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
+            self._name = self._transport.share_text(secrets.token_hex(8))[0]
+        self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
+        self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
+        if all(bucket.dense for bucket in self._buckets):
+            log.warning(
+                "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
+                "is named in `dense`; a smaller dense_below changes that",
+                self.options.dense_below,
+            )
+
+    def _agree_to_begin(self, problem: str | None) -> None:
         summary = [(s.name, tuple(s.size), s.stride, str(s.dtype)) for s in self._slots]
         options = dataclasses.replace(
             self.options, grad_scaler=None, dense=tuple(self.options.dense)
@@ -145,16 +162,6 @@ class AllReducer:
             f"algorithm={self._algorithm}, scaled={self._scaler is not None}, {options}",
             "use the same model, algorithm and options",
         )
-        self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
-        self._name = self._transport.share_text(secrets.token_hex(8))[0]
-        self._bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
-        self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
-        if all(bucket.dense for bucket in self._buckets):
-            log.warning(
-                "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
-                "is named in `dense`; a smaller dense_below changes that",
-                self.options.dense_below,
-            )
 
     def _problem(self) -> str | None:
         if not isinstance(self._algorithm, Algorithm):
@@ -301,7 +308,9 @@ class AllReducer:
     def wait(self) -> None:
         """Until everything submitted is done; raises what went wrong with it."""
         since = time.perf_counter()
-        error = self._worker.run(self._take_error)
+        step = self._buckets[0].reduce.steps if self._buckets else 0
+        doing = in_words(place_of(Operation.STEP, step))
+        error = self._worker.run(self._take_error, doing, _LATE_STEP)
         self._waited += time.perf_counter() - since
         if error is not None:
             raise error
@@ -370,7 +379,7 @@ class AllReducer:
                 if not bucket.dense:
                     bucket.reduce.change(algorithm)
 
-        self._run(change)
+        self._together(Operation.ALGORITHM, change)
 
     @property
     def square_interval(self) -> int | None:
@@ -446,7 +455,7 @@ class AllReducer:
         """
 
         def put() -> None:
-            now = state.upgraded(saved)
+            now = state.upgraded(saved if isinstance(saved, Mapping) else {})
             state.unpack(now, self._buckets, self._algorithm, self._transport, strict)
             self.notes, self._probe = copy.deepcopy(now["notes"]), None
             self._squares.clear()
@@ -455,7 +464,7 @@ class AllReducer:
             if self._moments is not None and interval == now["moments"].get("interval"):
                 self._moments.load(now["moments"], now["squares"])
 
-        self._run(put)
+        self._together(Operation.LOAD, put)
 
     def broadcast(self, tensors: Iterable[Tensor], source: int) -> None:
         """Rank `source`'s tensors for all ranks, in place."""
@@ -468,27 +477,62 @@ class AllReducer:
                 if dense is not tensor:
                     tensor.copy_(dense)
 
-        self._run(send)
+        self._together(Operation.BROADCAST, send, (source, [tensor.shape for tensor in tensors]))
 
-    def share(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
-        return self._run(lambda: self._transport.share_text(text))
+    def share(self, operation: Operation, text: str, patience: float | None = None) -> list[str]:
+        """Every rank's text, in rank order.
 
-    def agree(self, problem: str | None, mine: str, fix: str) -> None:
+        Args:
+            operation: what all ranks do that share it.
+            patience: see `Worker.run`.
+        """
+        return self._together(
+            operation, lambda: self._transport.share_text(text), patience=patience
+        )
+
+    def agree(self, operation: Operation, problem: str | None, mine: str, fix: str) -> None:
         """Raise on all ranks if one has a problem or another text; see `Transport.agree`."""
-        self._run(lambda: self._transport.agree(problem, mine, fix))
+        self._together(operation, lambda: self._transport.agree(problem, mine, fix))
 
     def check_replicas(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
         named = list(named_parameters)
-        self._run(lambda: state.check_replicas(named, self._transport))
+        self._together(
+            Operation.CHECK,
+            lambda: state.check_replicas(named, self._transport),
+            [name for name, _ in named],
+        )
 
-    def _run(self, task: Callable[[], T]) -> T:
+    def _together(
+        self,
+        operation: Operation,
+        task: Callable[[], T],
+        what: object = None,
+        patience: float | None = None,
+    ) -> T:
+        """Run what all ranks must do together; see `Transport.together` and `Worker.run`.
+
+        After a PeerError nobody knows what the others do, so this ends then.
+        """
+
+        def join() -> T:
+            if isinstance(self._error, PeerError):
+                raise self._error
+            try:
+                with self._transport.together(operation, (self._name, what)):
+                    return task()
+            except PeerError as error:
+                self._error, self._broken = error, True
+                raise
+
+        return self._run(join, operation.value, patience)
+
+    def _run(self, task: Callable[[], T], what: str = "", patience: float | None = None) -> T:
         """Run a task on the communication thread, after all that came before, and wait for it."""
         self._check_open()
         stream = self._stream
         if stream is None:
-            return self._worker.run(task)
+            return self._worker.run(task, what, patience)
         torch.cuda.current_stream(stream.device).synchronize()  # for tensors that come along
 
         def on_stream() -> T:
@@ -497,7 +541,7 @@ class AllReducer:
                 stream.synchronize()
                 return answer
 
-        return self._worker.run(on_stream)
+        return self._worker.run(on_stream, what, patience)
 
     # What the communication thread does.
 
@@ -592,9 +636,9 @@ class AllReducer:
 
     def _begin(self, bucket: Bucket, factor: float) -> None:
         moments = self._moments
-        place = (self._name, self._step, self._buckets.index(bucket), moments and moments.interval)
+        rest = (self._name, self._buckets.index(bucket), moments and moments.interval)
         first = all(other.step is None for other in self._buckets)
-        bucket.reduce.at(zlib.crc32(repr(place).encode()), first)
+        bucket.reduce.at(place_of(Operation.STEP, self._step, rest), first)
         if moments is not None and not bucket.reduce.dense:
             moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]

@@ -16,14 +16,19 @@ from .stats import StepStats, Summary
 class Handle:
     """Controls of an AllReducer.
 
-    Setting `algorithm`, `detach`, `check_replicas` and loading a state are collective: all ranks
-    do it together.
+    Setting `algorithm`, `start`, `detach`, `check_replicas` and loading a state are collective:
+    all ranks do it together.
     """
 
     @property
     @abstractmethod
     def reducer(self) -> AllReducer:
-        """The engine."""
+        """The engine; an error before `start`."""
+
+    def start(self) -> AllReducer:
+        """Begin, unless that has been done. Only a handle from `comm_hook` begins later than it is
+        made: in the first backward, or when this or another collective method is called."""
+        return self.reducer
 
     @abstractmethod
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -36,11 +41,11 @@ class Handle:
 
     @algorithm.setter
     def algorithm(self, algorithm: Algorithm) -> None:
-        self.reducer.algorithm = algorithm
+        self.start().algorithm = algorithm
 
     def detach(self) -> None:
         """From now on dense. The next step also applies all that waits in the residuals."""
-        self.reducer.algorithm = Dense()
+        self.start().algorithm = Dense()
 
     def discard(self) -> None:
         """Take back the last step, exactly, because its averages are thrown away.
@@ -81,4 +86,4 @@ class Handle:
 
     def check_replicas(self) -> None:
         """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
-        self.reducer.check_replicas(self._named_parameters())
+        self.start().check_replicas(self._named_parameters())

@@ -17,7 +17,9 @@ from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer, log
 from .handle import Handle
+from .transport import Operation
 from .watch import discard_if_cleared, watch
+from .worker import raised_by_all
 
 _KEY = "compression"
 
@@ -66,16 +68,17 @@ class DistributedOptimizer(Handle, Optimizer):
     ) -> None:
         # Not Optimizer.__init__: parameters, groups and state are those of `optimizer`.
         self.optimizer = optimizer
-        named_parameters = list(named_parameters)
-        self._all = dict(named_parameters)
-        self._frozen = [p for _, p in named_parameters if not p.requires_grad]
-        self._parameters = _trained(optimizer, named_parameters)
-        settings = Options.of(norm_clip=norm_clip, **options)
-        if settings.momentum and any(group.get("momentum") for group in optimizer.param_groups):
-            raise ValueError(
-                "both the optimizer and its wrapper have momentum: use an optimizer with "
-                "momentum=0 with momentum correction"
-            )
+        with raised_by_all(group):
+            named_parameters = list(named_parameters)
+            self._all = dict(named_parameters)
+            self._frozen = [p for _, p in named_parameters if not p.requires_grad]
+            self._parameters = _trained(optimizer, named_parameters)
+            settings = Options.of(norm_clip=norm_clip, **options)
+            if settings.momentum and any(g.get("momentum") for g in optimizer.param_groups):
+                raise ValueError(
+                    "both the optimizer and its wrapper have momentum: use an optimizer with "
+                    "momentum=0 with momentum correction"
+                )
         self._reducer = AllReducer(
             self._parameters.items(),
             algorithm,
@@ -230,7 +233,8 @@ class DistributedOptimizer(Handle, Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Of a wrapped optimizer or, to begin with empty residuals, of a plain one."""
         has = _KEY in state_dict
-        self.reducer.agree(None, f"{_KEY} in state_dict: {has}", "load the same kind of state")
+        fix = "load the same kind of state"
+        self.reducer.agree(Operation.LOAD, None, f"{_KEY} in state_dict: {has}", fix)
         inner = {key: value for key, value in state_dict.items() if key != _KEY}
         if has:
             self.reducer.load_state_dict(state_dict[_KEY], strict)
@@ -241,7 +245,7 @@ class DistributedOptimizer(Handle, Optimizer):
             self.optimizer.load_state_dict(inner)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = f"the optimizer's own state does not fit: {error}"
-        self.reducer.agree(problem, "", "load the same kind of state")
+        self.reducer.agree(Operation.LOAD, problem, "", fix)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -8,6 +8,7 @@ message to a peer and one for each collective.
 
 from __future__ import annotations
 
+import enum
 import math
 import os
 import zlib
@@ -25,12 +26,45 @@ _SMALL = 1 << 18
 """Bytes up to which an allreduce is done in two rounds of messages."""
 
 
+_STEPS = (1 << 24) - 1
+
+
+class Operation(enum.Enum):
+    """What ranks do together, in words. All say which it is before they begin."""
+
+    STEP = "training step {step} (backward)"
+    BEGIN = "the start of compression (attach, DistributedOptimizer or AllReducer)"
+    ALGORITHM = "a change of algorithm (handle.algorithm = ..., or detach)"
+    SAVE = "checkpoint.save"
+    LOAD = "checkpoint.load or load_state_dict"
+    CHECK = "check_replicas"
+    BROADCAST = "broadcast_parameters"
+    CONSTRUCT = "SparseAllreduce(...)"
+
+
+_OPERATIONS = tuple(Operation)
+
+
+def place_of(operation: Operation, step: int = 0, what: object = None) -> int:
+    """Where a rank is in its program, as one number: operation, step, a checksum of the rest."""
+    code = 1 + _OPERATIONS.index(operation)
+    return code << 56 | (step & _STEPS) << 32 | zlib.crc32(repr(what).encode())
+
+
+def in_words(place: int) -> str:
+    """What a rank does that is at a place; the number may come from another rank."""
+    code = (place >> 56) - 1
+    if not 0 <= code < len(_OPERATIONS):
+        return f"something that this version of oktopk does not know ({place:#x})"
+    return _OPERATIONS[code].value.format(step=place >> 32 & _STEPS)
+
+
 class NonFiniteGradientError(FloatingPointError):
     """A gradient held a NaN or Inf on some rank. Every rank raises it, and none has changed."""
 
 
 class PeerError(RuntimeError):
-    """Another rank died, hung or left while this one was talking to it."""
+    """Another rank died, hung, left or did something else while this one was talking to it."""
 
 
 class Transport:
@@ -58,7 +92,7 @@ class Transport:
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
         self.place: int | None = None
-        """Where in its program this rank is, as a number. Unless None, it travels with numbers
+        """Where in its program this rank is, see `place_of`. Unless None, it travels with numbers
         that are traded, and ranks that are not at the same place fail before they mix data."""
         self.reset()
 
@@ -136,20 +170,49 @@ class Transport:
 
     def check_places(self, places: Sequence[int]) -> None:
         """Fail if a rank is not where this one is; see `place`."""
-        elsewhere = [str(rank) for rank, place in enumerate(places) if place != self.place]
-        if elsewhere:
-            raise PeerError(
-                f"rank {self.rank} of {self.size}: rank {', '.join(elsewhere)} is at another place "
-                "in its program, so their data do not belong together. Nothing was applied on this "
-                "rank. All ranks must reduce the same models in the same order, equally often, and "
-                "not one with other settings of its optimizer; if a backward failed on some ranks "
-                "only, restart all from the last checkpoint"
+        elsewhere = [rank for rank, place in enumerate(places) if place != self.place]
+        if not elsewhere:
+            return
+        doing: dict[str, list[int]] = {}
+        for rank, place in enumerate(places):
+            doing.setdefault(in_words(place), []).append(rank)
+        if len(doing) > 1:
+            told = "; ".join(f"{_list(ranks)} in {words}" for words, ranks in doing.items())
+            told += ". All ranks must call each of these together, not one rank alone"
+        else:
+            told = (
+                f"all are in {next(iter(doing))}, but {_list(elsewhere)} at another place in the "
+                "program: with another model, other arguments, other settings of the optimizer, or "
+                "after a backward that failed on some ranks only. All ranks must use the same "
+                "models in the same order, equally often"
             )
+        raise PeerError(
+            f"rank {self.rank} of {self.size}: ranks do not do the same: {told}. Nothing was "
+            "applied on this rank. Correct the program, and restart all from the last checkpoint"
+        )
 
     def meet(self) -> None:
-        """Make sure that all ranks are at the same place, where nothing is traded anyway."""
+        """Make sure that all ranks are at the same place, where nothing is traded anyway.
+
+        It is the same exchange for whatever a rank does. So ranks that do different things meet
+        here, too, and learn what the others do.
+        """
         if self.place is not None:
             self.trade_numbers([[]] * self.size)
+
+    @contextmanager
+    def together(self, operation: Operation, what: object = None) -> Iterator[None]:
+        """Around what all ranks do together: fails at once, on all, if one does something else.
+
+        Args:
+            what: must be the same on all ranks.
+        """
+        before, self.place = self.place, place_of(operation, what=what)
+        try:
+            self.meet()
+            yield
+        finally:
+            self.place = before
 
     def share_text(self, text: str) -> list[str]:
         """Every rank's text, in rank order; of what is too long, its beginning and its crc32."""
@@ -275,13 +338,19 @@ class Transport:
         try:
             yield
         except RuntimeError as error:
+            where = "" if self.place is None else f", in {in_words(self.place)}"
             raise PeerError(
-                f"rank {self.rank} of {self.size}: {action} failed, because another rank died or "
-                "did not answer within the group's timeout. On this rank nothing was applied and "
-                "the residual is as it was before; others may have completed the step. Find the "
-                "rank that failed first in the logs of the job, and restart all from the last "
-                f"checkpoint. The backend said: {error}"
+                f"rank {self.rank} of {self.size}{where}: {action} failed, because another rank "
+                "died or did not answer within the group's timeout. On this rank nothing was "
+                "applied and the residual is as it was before; others may have completed the step. "
+                "Find the rank that failed first in the logs of the job, and restart all from the "
+                f"last checkpoint. The backend said: {error}"
             ) from error
+
+
+def _list(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {some} is" if len(ranks) == 1 else f"ranks {some} are"
 
 
 class Pending:

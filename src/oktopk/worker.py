@@ -7,23 +7,31 @@ thread sends.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .transport import Operation, Transport
+
 T = TypeVar("T")
+log = logging.getLogger("oktopk")
 Task = tuple[Callable[[], Any], "Future[Any]"]
 
 _PATIENCE = 2.0
 """Seconds that the end of a process waits for a task that is still under way. It may wait for a
 rank that is gone, so this must end."""
+LATE = 10.0
+"""Seconds after which a rank says what it is waiting in; see `Worker.run`."""
 _of_all_ranks: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
 """By the default group. It is kept, since to make another is a collective."""
 _of_group: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
@@ -57,14 +65,31 @@ class Worker:
         self._tasks.put((task, answer))
         return answer
 
-    def run(self, task: Callable[[], T]) -> T:
+    def run(self, task: Callable[[], T], what: str = "", patience: float | None = None) -> T:
         """The same, and wait for its answer or its exception.
 
         A task of the thread's own, such as a subscriber, may do it, too: it is run at once.
+
+        Args:
+            what: what all ranks must do for the task to end. It is logged, once, if it takes long.
+            patience: how long that is, in seconds; None: `LATE`.
         """
         if threading.current_thread() is self._thread:
             return task()
-        return self.submit(task).result()
+        answer = self.submit(task)
+        patience = LATE if patience is None else patience
+        try:
+            return answer.result(patience if what else None)
+        except futures.TimeoutError:  # perhaps the task's own, which is then raised again below
+            if not answer.done():
+                log.warning(
+                    "%s has waited for %.0f seconds in %s. All ranks must come to it: one is late, "
+                    "or does something else",
+                    _who(self.group),
+                    patience,
+                    what,
+                )
+        return answer.result()
 
     def _move(self) -> None:
         """Into a forked child, which has none of its parent's threads."""
@@ -96,8 +121,43 @@ def worker(group: dist.ProcessGroup | None) -> Worker:
         return given
     default = dist.group.WORLD
     if default not in _of_all_ranks:
-        _of_all_ranks[default] = Worker(_group_like_default())
+        made = Worker(None)
+        made.group = made.run(_group_like_default, Operation.BEGIN.value)
+        _of_all_ranks[default] = made
     return _of_all_ranks[default]
+
+
+@contextlib.contextmanager
+def raised_by_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise on all ranks what one of them raises in this block; the others would wait for it.
+
+    Collective, at the end of the block.
+
+    Args:
+        group: as for `worker`.
+    """
+    mistake: Exception | None = None
+    problem = None
+    try:
+        yield
+    except Exception as error:
+        mistake, kind = error, type(error).__name__
+        problem = str(error) if isinstance(error, ValueError) else f"{kind}: {error}"
+    telling = f", where it tells of a mistake of its own: {problem}" if problem else ""
+
+    def tell() -> None:
+        transport = Transport(here.group)
+        with transport.together(Operation.BEGIN):
+            transport.agree(problem, "no mistake", "correct it")
+
+    try:
+        here = worker(group)
+        here.run(tell, Operation.BEGIN.value + telling)
+    except Exception:
+        if mistake is None:
+            raise
+    if mistake is not None:
+        raise mistake
 
 
 def _group_like_default() -> Any:
@@ -110,6 +170,12 @@ def _group_like_default() -> Any:
     except (AttributeError, RuntimeError):  # not every backend has options
         timeout = None
     return dist.new_group(timeout=timeout)
+
+
+def _who(group: dist.ProcessGroup | None) -> str:
+    if not dist.is_initialized():
+        return "this process"
+    return f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
 
 
 def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
