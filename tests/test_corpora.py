@@ -27,7 +27,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.data import an4, audio, command, manifest, phrases, spoken
+from oktopk.train.data import an4, audio, command, features, manifest, phrases, spoken
 from oktopk.train.data.cache import cache_dir
 from oktopk.train.data.manifest import Utterance
 from oktopk.train.errors import UserError
@@ -51,7 +51,7 @@ def store(path: Path, samples: npt.NDArray[Any], rate: int = 16_000) -> Path:
         path.write_bytes(samples.astype(">i2").tobytes())
     else:
         kind = {".sph": "NIST", ".wav": "WAV", ".flac": "FLAC", ".ogg": "OGG"}[path.suffix]
-        soundfile.write(path, samples, rate, format=kind)
+        soundfile.write(os.fsencode(path), samples, rate, format=kind)
     return path
 
 
@@ -133,6 +133,16 @@ def test_wave_of_unknown_length_is_read_to_its_end(tmp_path: Path) -> None:
     assert len(audio.load(path)) == len(tone())
 
 
+def sphere(**fields: str) -> bytes:
+    """A recording with a header of our own."""
+    usual = {
+        **{"sample_count": "-i 100", "sample_n_bytes": "-i 2", "channel_count": "-i 1"},
+        **{"sample_byte_format": "-s2 01", "sample_rate": "-i 16000", "sample_coding": "-s3 pcm"},
+    }
+    lines = "".join(f"{name} {value}\n" for name, value in {**usual, **fields}.items())
+    return f"NIST_1A\n   1024\n{lines}end_head\n".encode().ljust(1024) + b"\0\1" * 100
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -141,6 +151,14 @@ def test_wave_of_unknown_length_is_read_to_its_end(tmp_path: Path) -> None:
         ("odd.raw", b"abc", "truncated"),
         ("text.wav", b"this is no recording", "cannot be read as audio"),
         ("broken.sph", b"NIST_1A\n   1024\nsample_count -i 7\n", "damaged SPHERE header"),
+        ("slow.sph", sphere(sample_rate="-i 1"), "1 samples a second"),
+        ("fast.sph", sphere(sample_rate="-i 2000000000"), "2000000000 samples a second"),
+        ("still.sph", sphere(sample_rate="-i 0"), "cannot be read as audio"),
+        (
+            "long.sph",
+            sphere(sample_count=f"-i {10**12}"),
+            "truncated: it should have 2000000001024",
+        ),
         (
             "short.sph",
             b"NIST_1A\n   1024\nsample_coding -s26 pcm,embedded-shorten-v2.00\nend_head\n",
@@ -157,6 +175,17 @@ def test_refuses_what_is_no_recording(
         with pytest.raises(UserError, match=problem) as caught:
             read(path)
         assert name in str(caught.value)
+
+
+def test_a_length_that_memory_cannot_hold(tmp_path: Path) -> None:
+    """The header of a FLAC file has 36 bits for it."""
+    path = store(tmp_path / "a.flac", tone())
+    content = bytearray(path.read_bytes())
+    content[21] |= 0x0F
+    content[22:26] = b"\xff" * 4
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.flac cannot be read as audio"):
+        audio.load(path)
 
 
 def test_refuses_header_without_samples_and_missing_files(tmp_path: Path) -> None:
@@ -331,6 +360,8 @@ def test_reads_manifests_of_deepspeech(
         ("a.json", "[1]", "not a manifest of deepspeech"),
         ("a.json", '{"samples": [{"wav_path": "a.wav"}]}', "not a manifest of deepspeech"),
         ("a.json", "nothing", "not a manifest of deepspeech"),
+        ("a.json", '{"samples": ' * 100_000, "nested too deeply"),
+        ("a.csv", f"path,transcript,seconds\na.wav,{'NO 5 ' * 999},1\n", "5 \\.\\.\\.' has digits"),
     ],
 )
 def test_refuses_bad_manifests(tmp_path: Path, name: str, content: str, problem: str) -> None:
@@ -341,6 +372,54 @@ def test_refuses_bad_manifests(tmp_path: Path, name: str, content: str, problem:
         manifest.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    """Recordings, transcripts and manifests have them; a transcript itself must be UTF-8."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    recording = store(folder / os.fsdecode(b"r\xff.wav"), tone())
+    transcript = folder / os.fsdecode(b"t\xff.txt")
+    transcript.write_text("yes")
+    foreign = folder / os.fsdecode(b"l\xff.csv")
+    foreign.write_bytes(b"r\xff.wav,t\xff.txt\n")
+    said = [Utterance(recording.resolve(), "YES", 0.25)]
+    assert manifest.read(foreign) == said
+    ours = folder / "ours.csv"
+    manifest.write(ours, said)
+    assert manifest.read(ours) == manifest.rebuild(ours, tmp_path).utterances == said
+    made = [features.open_corpus(said, "logmel", tmp_path / "features", progress=False)]
+    made += [features.open_corpus(said, "logmel", tmp_path / "features", progress=False)]
+    assert torch.equal(made[0].frames, made[1].frames)
+    assert len(list((tmp_path / "features").iterdir())) == 1
+    transcript.write_bytes(b"Ren\xe9e")
+    with pytest.raises(UserError, match=r"t\\xff\.txt is not UTF-8"):
+        manifest.read(foreign)
+    ours.write_bytes(b"path,transcript,seconds\nr\xff.wav,Ren\xe9e,0.25\n")
+    with pytest.raises(UserError, match="'Ren\\\\udce9e' is not UTF-8; convert"):
+        manifest.read(ours)
+    recording.unlink()
+    for read in (
+        lambda: manifest.read(ours),
+        lambda: features.open_corpus(said, "logmel", tmp_path, progress=False),
+    ):
+        with pytest.raises(UserError, match=r"r\\xff\.wav") as caught:
+            read()
+        assert str(caught.value).isprintable()
+
+
+def test_features_of_something_else_are_computed_anew(tmp_path: Path) -> None:
+    said = [Utterance(store(tmp_path / "a.wav", tone()).resolve(), "YES", 0.25)]
+    whole = features.open_corpus(said, "logmel", tmp_path, progress=False)
+    kept = features.compute(said, "logmel", tmp_path, progress=False)
+    frames, starts = whole.frames.clone(), whole.starts.clone()
+    for content in (
+        {},
+        {"frames": frames[:, :3], "starts": starts},
+        {"frames": frames, "starts": starts[:1]},
+    ):
+        torch.save(content, kept)
+        again = features.open_corpus(said, "logmel", tmp_path, progress=False)
+        assert torch.equal(again.frames, frames)
 
 
 def test_missing_recordings_name_the_remedy(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +178,65 @@ def test_another_run_is_not_written_over(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)[0]) == 2
 
 
-def test_damage_in_the_middle_is_told(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_text('{"kind": "step", "step": 0}\n{"ki\n{"kind": "epoch"}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_metrics(tmp_path)
+def damaged_lines() -> Iterator[tuple[str, str]]:
+    """Lines that no run has written, and the complaint about each."""
+    whole = {"kind": "epoch", **asdict(epoch(1))}
+    for name in ("epoch", "loss", "validation"):
+        yield json.dumps({key: whole[key] for key in whole if key != name}), f"{name} is missing"
+    for name, value, says in (
+        ("epoch", "1", 'epoch is "1", but must be a whole number'),
+        ("epoch", True, "epoch is true"),
+        ("loss", None, "loss is null, but must be a number"),
+        ("loss", math.nan, "loss is NaN"),
+        ("validation", [0.5], "validation is a list, but must be an object"),
+        ("validation", {"wer": "bad"}, 'validation.wer is "bad"'),
+        ("examples", [{"reference": "YES"}], r"examples\[0\].hypothesis is missing"),
+        ("examples", ["YES"], r'examples\[0\] is "YES", but must be an object'),
+        ("kind", "phase", "neither step nor epoch"),
+    ):
+        yield json.dumps({**whole, name: value}), says
+    yield json.dumps({"kind": "step", "step": 3}), "epoch is missing"
+    yield '{"kind": "step", ', "Expecting"
+    yield "[1, 2]", "not an object"
+    yield "7", "not an object"
+    yield '"\xff"', "can't decode"
+    yield '{"kind": ' * 100_000, "nested too deeply"
+
+
+@pytest.mark.parametrize(("line", "says"), list(damaged_lines()))
+def test_damage_in_the_middle_is_told(tmp_path: Path, line: str, says: str) -> None:
+    """When it is read, and when the run is resumed; the file is left as it was."""
+    folder = RunFolder(tmp_path, tensorboard=False)
+    go(folder, 0, 4)
+    folder.close()
+    metrics = tmp_path / METRICS
+    lines = metrics.read_bytes().splitlines()
+    lines[1:1] = [line.encode("latin-1")]
+    metrics.write_bytes(b"\n".join(lines))
+    damaged = metrics.read_bytes()
+    again = RunFolder(tmp_path, tensorboard=False, resume_step=4, resume_epoch=2)
+    for read in (
+        lambda: read_metrics(tmp_path),
+        lambda: previous_epochs(tmp_path, 5),
+        lambda: again.started(plan(4)),
+    ):
+        with pytest.raises(UserError, match=rf"line 2 of .* is damaged \(.*{says}") as raised:
+            read()
+        assert "\n" not in str(raised.value)
+    again.close()
+    assert metrics.read_bytes() == damaged
+    lines[1:2] = []
+    metrics.write_bytes(b"\n".join(lines))
+    assert previous_epochs(tmp_path, 5) == (epoch(1),)
+
+
+def test_metrics_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a run's folder"):
         read_metrics(tmp_path / "other")
     assert previous_epochs(tmp_path / "other", 5) == ()
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        previous_epochs(tmp_path, 5)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launch import Warm
-from oktopk.train.config import Config
+from oktopk.train.config import Config, flag
 from oktopk.train.data import spoken
 from oktopk.train.errors import UserError
 from oktopk.train.folder import read_metrics
 from oktopk.train.optimizers import learning_rate
+from oktopk.train.options import options
 from oktopk.train.recipes import RECIPES, recipe
 from oktopk.train.trainer import Trainer
 
@@ -294,6 +295,7 @@ def test_learning_rates() -> None:
     anneal = Config()
     assert learning_rate(anneal, 0, 100, 1) == 0.01
     assert learning_rate(anneal, 50, 100, 3) == pytest.approx(0.01 / 1.01**2)
+    assert learning_rate(anneal, 50, 100, 100_000) == 0.0
     cycle = Config(schedule="onecycle", lr=1.0)
     rates = [learning_rate(cycle, step, 100, 1) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
@@ -316,8 +318,22 @@ def test_learning_rates() -> None:
         ({"seed": -1}, "--seed"),
         ({"max_epochs": 0}, "--max-epochs"),
         ({"batch_size": -1}, "--batch-size"),
+        ({"depth": 10**30}, "--depth is 10*, but must be at most 1000"),
+        ({"threads": 10**30}, "--threads"),
+        ({"seed": 1 << 40}, "--seed"),
+        ({"bucket_mb": 1e300}, "--bucket-mb"),
+        ({"data_dir": "a\0b"}, "--data-dir is .*zero byte"),
     ],
 )
 def test_bad_configurations(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         Config(**values)
+
+
+@pytest.mark.parametrize("other", [{"compressor": "topka"}, {"compression": False}])
+@pytest.mark.parametrize("name", [x.name for x in options() if x.kind is float])
+def test_numbers_that_are_none(name: str, other: dict[str, Any]) -> None:
+    """Refused at the start, also where nothing would use them: the summary could not be saved."""
+    for value in (math.nan, math.inf, -math.inf, -1.0):
+        with pytest.raises(UserError, match=rf"^{flag(name)} is {value}, but must be"):
+            Config(**{name: value, **other})

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..algorithms import Algorithm, Dense, algorithm
-from ..wire import FORMATS
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from ..algorithms import Algorithm
 
 
 @dataclass(frozen=True)
@@ -134,18 +135,16 @@ class Config:
     """Write event files for TensorBoard."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
+        # Here, not above: torch is not needed to show what flags there are.
+        from ..wire import FORMATS
+
+        for name, allowed in {**_CHOICES, "wire": FORMATS}.items():
             if getattr(self, name) not in allowed:
                 raise UserError(
                     f"{flag(name)} is {getattr(self, name)!r}, but must be one of "
                     f"{', '.join(allowed)}"
                 )
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise UserError(f"{flag(name)} is {value}, but must be at least {least}")
-        if not 0 < self.lr < math.inf:
-            raise UserError(f"--lr is {self.lr}, but must be above 0: the default is 0.01")
+        self._check_values()
         if not 0 <= self.momentum < 1:
             raise UserError(f"--momentum is {self.momentum}, but must be at least 0 and below 1")
         if self.capacity != 0 and not 1 <= self.capacity < 100:
@@ -157,14 +156,29 @@ class Config:
             raise UserError("--momentum-correction needs --optimizer sgd")
         if self.dataset == "manifest" and not (self.train_manifest and self.val_manifest):
             raise UserError("--dataset manifest needs --train-manifest and --val-manifest")
-        if not 0 < self.bucket_mb < math.inf:
-            raise UserError(f"--bucket-mb is {self.bucket_mb}, but must be above 0")
-        if self.seed >= 1 << 40:
-            raise UserError(f"--seed is {self.seed}, but must be below {1 << 40}")
         self.make_algorithm()
+
+    def _check_values(self) -> None:
+        """Ranges, whatever the compressor: the run saves values that are not used, too."""
+        for name, value in self.as_dict().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{flag(name)} is {value}, but must be a finite number")
+            if isinstance(value, str) and "\0" in value:
+                raise UserError(f"{flag(name)} is {value!r}, but no name can have a zero byte")
+            if name in _ABOVE_ZERO and not value > 0:
+                raise UserError(
+                    f"{flag(name)} is {value}, but must be above 0: the default is "
+                    f"{getattr(Config, name)}"
+                )
+            if name in _LEAST and value < _LEAST[name]:
+                raise UserError(f"{flag(name)} is {value}, but must be at least {_LEAST[name]}")
+            if name in _MOST and value > _MOST[name]:
+                raise UserError(f"{flag(name)} is {value}, but must be at most {_MOST[name]}")
 
     def make_algorithm(self) -> Algorithm:
         """How gradients are averaged."""
+        from ..algorithms import Dense, algorithm
+
         if not self.compression:
             return Dense()
         options: dict[str, Any] = {
@@ -194,10 +208,10 @@ _CHOICES = {
     "optimizer": ("sgd", "adamw", "torch-adamw"),
     "schedule": ("constant", "anneal", "onecycle"),
     "autocast": ("no", "bf16"),
-    "wire": FORMATS,
     "scope": ("bucket", "model"),
     "device": ("auto", "cpu", "cuda"),
 }
+_ABOVE_ZERO = ("lr", "density", "sigma_scale", "bucket_mb")
 _LEAST: dict[str, float] = {
     "width": 1,
     "depth": 1,
@@ -219,6 +233,14 @@ _LEAST: dict[str, float] = {
     "validate_every": 1,
     "checkpoint_every": -1,
     "examples": 0,
+}
+_MOST: dict[str, float] = {
+    "density": 1,
+    # Nobody means more than this; it would take all memory, or never end.
+    "depth": 1000,
+    "threads": 4096,
+    "seed": (1 << 40) - 1,
+    "bucket_mb": 1 << 20,
 }
 
 

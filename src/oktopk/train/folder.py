@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +34,7 @@ from ..checkpoint import MANIFEST
 from .config import Config
 from .errors import UserError
 from .format import byte_size, duration, number, percent, plural, toml
+from .plain import build, parse
 from .records import EpochRecord, Example, Outcome, Plan, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -80,7 +82,7 @@ class RunFolder:
                     f"{self.path} holds a run already: `--resume auto` goes on with it, another "
                     f"--run-dir begins a new one"
                 )
-            _replace(self.path / "config.toml", toml(settings(plan.config)))
+            _replace(self.path / "config.toml", toml(settings(plan.config)).encode())
             _replace(self.path / "environment.json", _json(environment(plan)))
             # A line is written at once: what is lost in a crash is at most the line being written.
             self._metrics = open(metrics, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
@@ -209,7 +211,7 @@ def read_metrics(
     file = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise UserError(f"{file} is not there: name a run's folder")
-    records = [record for record, _ in _lines(file)]
+    records = [line.values for line in _lines(file)]
     steps = [record for record in records if record["kind"] == "step"]
     return steps, [record for record in records if record["kind"] == "epoch"]
 
@@ -222,16 +224,12 @@ def settings(config: Config) -> dict[str, Any]:
 
 def previous_epochs(path: str | os.PathLike[str], before_epoch: int) -> tuple[EpochRecord, ...]:
     """The epochs that had ended before one began, of the run in a folder."""
-    if not (Path(path) / METRICS).exists():
+    metrics = Path(path) / METRICS
+    if not metrics.exists():
         return ()
-    names = {field.name for field in dataclasses.fields(EpochRecord)}
-    found = []
-    for epoch in read_metrics(path)[1]:
-        if epoch["epoch"] < before_epoch:
-            values = {name: value for name, value in epoch.items() if name in names}
-            values["examples"] = tuple(Example(**example) for example in epoch["examples"])
-            found.append(EpochRecord(**values))
-    return tuple(found)
+    records = [line.record for line in _lines(metrics)]
+    epochs = [record for record in records if isinstance(record, EpochRecord)]
+    return tuple(record for record in epochs if record.epoch < before_epoch)
 
 
 def new_run_folder(recipe: str, base: Path = Path("runs")) -> Path:
@@ -269,7 +267,11 @@ class _LogFile:
         self._level: int | None = None
 
     def open(self, path: Path) -> None:
-        self._handler = logging.FileHandler(path, encoding="utf-8")
+        self._handler = logging.FileHandler(
+            path,
+            encoding="utf-8",
+            errors="backslashreplace",  # names of files
+        )
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         if not log.hasHandlers() and logging.lastResort is not None:
             # Nobody has set logging up. Then Python shows warnings by itself, but only as long as
@@ -295,37 +297,63 @@ class _LogFile:
             self._level = None
 
 
-def _lines(file: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Records with their lines. The last line may be half written, then it does not count."""
-    lines = file.read_bytes().splitlines()
-    for place, line in enumerate(lines, 1):
-        record = _parse(line)
-        if record is not None:
-            yield record, line
-        elif place < len(lines):
-            raise UserError(
-                f"line {place} of {file} is damaged: remove that line, the others can be read"
-            )
+@dataclass(frozen=True)
+class _Line:
+    """A line of metrics.jsonl."""
+
+    text: bytes
+    values: dict[str, Any]
+    """As they were recorded."""
+    record: StepRecord | EpochRecord
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _lines(file: Path) -> Iterator[_Line]:
+    """All that was recorded. The last line may be half written, then it does not count."""
     try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "kind" in record else None
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    for place, text in enumerate(lines, 1):
+        try:
+            values = parse(text)
+        except ValueError as error:
+            if place == len(lines):
+                return
+            raise _damaged(file, place, error) from None
+        try:
+            line = _Line(text, values, _record(values))
+        except ValueError as error:
+            raise _damaged(file, place, error) from None
+        yield line
+
+
+def _record(values: object) -> StepRecord | EpochRecord:
+    if not isinstance(values, dict):
+        raise ValueError("it is not an object")
+    if values.get("kind") == "step":
+        return build(StepRecord, values)
+    if values.get("kind") == "epoch":
+        return build(EpochRecord, values)
+    raise ValueError("its kind is neither step nor epoch")
+
+
+def _damaged(file: Path, place: int, error: ValueError) -> UserError:
+    return UserError(
+        f"line {place} of {file} is damaged ({error}): remove that line, the others can be read"
+    )
 
 
 def _drop_from(metrics: Path, step: int, epoch: int) -> None:
     """Keep what was recorded before a step and an epoch: they are about to happen again."""
     if not metrics.exists():
         return
-    kept = [
-        line.decode() + "\n"
-        for record, line in _lines(metrics)
-        if (record["step"] < step if record["kind"] == "step" else record["epoch"] < epoch)
-    ]
-    _replace(metrics, "".join(kept))
+    kept = []
+    for line in _lines(metrics):
+        record = line.record
+        early = record.step < step if isinstance(record, StepRecord) else record.epoch < epoch
+        if early:
+            kept.append(line.text + b"\n")
+    _replace(metrics, b"".join(kept))
 
 
 def _markdown(examples: tuple[Example, ...]) -> str:
@@ -333,15 +361,15 @@ def _markdown(examples: tuple[Example, ...]) -> str:
     return "\n".join(("| reference | hypothesis |", "|---|---|", *rows))
 
 
-def _json(content: Any) -> str:
-    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     """The old content or the new one, whenever the machine stops."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    with open(temporary, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -33,7 +34,9 @@ def make_optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
 def learning_rate(config: Config, step: int, steps: int, epoch: int) -> float:
     """Of a step. It depends on nothing else, so that a resumed run needs no more."""
     if config.schedule == "anneal":
-        return config.lr / config.anneal ** (epoch - 1)
+        with contextlib.suppress(OverflowError):  # after very many epochs nothing is left of it
+            return config.lr / config.anneal ** (epoch - 1)
+        return 0.0
     if config.schedule == "onecycle":  # linear rise over a tenth of the run, then half a cosine
         rise = max(1, steps // 10)
         if step < rise:

@@ -102,7 +102,7 @@ class Trainer:
                 resume_epoch=self.epoch,
             )
             self.observers = (View(), kept) if observers is None else observers
-            self.epochs = list(previous_epochs(self.folder, self.epoch)) if resumed else []
+        self.epochs = attempt(self._epochs_before) if resumed else []
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets what became of it."""
@@ -323,6 +323,10 @@ class Trainer:
                 "folder begins a new one"
             )
         return given or new_run_folder(config.recipe or "run"), False
+
+    def _epochs_before(self) -> list[EpochRecord]:
+        """Those of the run that is resumed; rank 0 reports them with its own."""
+        return [] if self.rank else list(previous_epochs(self.folder, self.epoch))
 
     def _make_plan(self, weights_from: str) -> Plan:
         config = self.config

@@ -28,6 +28,8 @@ Samples = npt.NDArray[np.float32]
 
 # Writers that do not know the length when they begin put the largest number there, or nearly.
 _UNKNOWN = 0x7FFF_F000
+_BLOCK = 1 << 20
+_RATES = (1_000, 1_000_000)
 
 
 def load(path: str | os.PathLike[str]) -> Tensor:
@@ -56,9 +58,10 @@ def seconds(path: str | os.PathLike[str]) -> float:
         return path.stat().st_size / 2 / RATE
     soundfile = need("soundfile")
     try:
-        info = soundfile.info(str(path))
+        info = soundfile.info(os.fsencode(path))
     except soundfile.SoundFileError as error:
         raise _unreadable(path, error) from None
+    _check_rate(path, info.samplerate)
     if info.frames >= 1 << 62:  # FLAC from a pipe: the header does not know
         return len(load(path)) / RATE
     if info.frames <= 0:
@@ -75,9 +78,10 @@ def resample(samples: Samples, rate: int) -> Samples:
 def _decode(path: Path) -> tuple[Samples, int]:
     soundfile = need("soundfile")
     try:
-        with soundfile.SoundFile(str(path)) as file:
+        with soundfile.SoundFile(os.fsencode(path)) as file:
             frames, rate = file.frames, int(file.samplerate)
-            samples: Samples = file.read(dtype="float32", always_2d=True)
+            _check_rate(path, rate)
+            samples = _read(file)
     except soundfile.SoundFileError as error:
         raise _unreadable(path, error) from None
     if len(samples) == 0:
@@ -85,6 +89,22 @@ def _decode(path: Path) -> tuple[Samples, int]:
     if len(samples) < frames < 1 << 62:
         raise _truncated(path, f"{frames} samples", f"{len(samples)}")
     return samples.mean(axis=1, dtype=np.float32), rate
+
+
+def _read(file: Any) -> Samples:
+    """All samples of a SoundFile, in blocks: its header may promise more than memory can hold."""
+    blocks: list[Samples] = []
+    while not blocks or len(blocks[-1]) == _BLOCK:
+        blocks.append(file.read(_BLOCK, dtype="float32", always_2d=True))
+    return np.concatenate(blocks)
+
+
+def _check_rate(path: Path, rate: int) -> None:
+    if not _RATES[0] <= rate <= _RATES[1]:
+        raise UserError(
+            f"{path} has {rate} samples a second by its header, which cannot be speech; record or "
+            "convert it again"
+        )
 
 
 def _raw(path: Path) -> Samples:
@@ -196,5 +216,7 @@ def _truncated(path: Path, promised: str, found: str) -> UserError:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = str(error).strip().rstrip(".") or "the data are damaged"
+    # Without the name, which it would repeat.
+    text = str(getattr(error, "error_string", error))
+    reason = text.strip().rstrip(".") or "the data are damaged"
     return UserError(f"{path} cannot be read as audio ({reason}); fetch it again, or convert it")

@@ -19,6 +19,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from ..errors import UserError
 from .audio import RATE, load
 from .manifest import Utterance
 
@@ -72,12 +73,7 @@ def compute(
     The file's name tells kind, recordings, their sizes and times, so a changed corpus is
     computed anew.
     """
-    facts = [str(_VERSION), kind]
-    for utterance in utterances:
-        stat = utterance.audio.stat()
-        facts.append(f"{utterance.audio} {stat.st_size} {stat.st_mtime_ns}")
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    path = folder / f"{kind}-{key}.pt"
+    path = folder / f"{kind}-{_key(utterances, kind)}.pt"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,12 +95,34 @@ def open_corpus(
     """A corpus with its features, mapped into memory; computed if need be."""
     path = compute(utterances, kind, folder, progress=progress)
     try:
-        content = torch.load(path, mmap=True, weights_only=True)
+        return _open(path, utterances, kind)
     except Exception:  # torch.load raises all sorts; a power cut may have left half a file
         path.unlink(missing_ok=True)
         path = compute(utterances, kind, folder, progress=progress)
-        content = torch.load(path, mmap=True, weights_only=True)
-    return Corpus(utterances, content["frames"], content["starts"])
+        return _open(path, utterances, kind)
+
+
+def _open(path: Path, utterances: Sequence[Utterance], kind: str) -> Corpus:
+    content = torch.load(path, mmap=True, weights_only=True)
+    corpus = Corpus(utterances, content["frames"], content["starts"])
+    whole = (int(corpus.starts[-1]), BINS[kind])
+    if len(corpus.lengths) != len(utterances) or corpus.frames.shape != whole:
+        raise ValueError(f"{path} has features of another corpus")
+    return corpus
+
+
+def _key(utterances: Sequence[Utterance], kind: str) -> str:
+    facts = [str(_VERSION), kind]
+    for utterance in utterances:
+        try:
+            stat = utterance.audio.stat()
+        except OSError as error:
+            raise UserError(
+                f"{utterance.audio} cannot be read: {error.strerror or error}"
+            ) from None
+        facts.append(f"{utterance.audio} {stat.st_size} {stat.st_mtime_ns}")
+    # Names of files need not be UTF-8.
+    return hashlib.sha256("\n".join(facts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _stft(wave: Tensor, size: int) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
 import secrets
@@ -25,10 +24,13 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 from ..errors import UserError
+from ..plain import parse
 from . import audio
 
 HEADER = ["path", "transcript", "seconds"]
 _LETTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ' ")
+_LONG = 80
+"""Characters of a transcript that a message shows."""
 _APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "\u02bc": "'", "_": " ", "/": " "})
 
 
@@ -79,11 +81,13 @@ def normalise(text: str) -> str:
         elif character.isspace() or unicodedata.category(character) == "Pd":
             kept.append(" ")
         elif character.isnumeric():
-            raise UserError(f"the transcript {text.strip()!r} has digits; write numbers as words")
+            raise UserError(f"the transcript {_shown(text)} has digits; write numbers as words")
+        elif "\ud800" <= character <= "\udfff":  # dropped, it would take a letter with it
+            raise UserError(f"the transcript {_shown(text)} is not UTF-8; convert the file")
         elif character.isalpha():
             raise UserError(
-                f"the transcript {text.strip()!r} has {character!r}; only A to Z, ' and spaces "
-                "can be recognised"
+                f"the transcript {_shown(text)} has {character!r}; only A to Z, ' and spaces can "
+                "be recognised"
             )
     return " ".join("".join(kept).split())
 
@@ -243,7 +247,7 @@ def _from_csv(path: Path, content: str) -> list[_Entry]:
 
 def _from_json(path: Path, content: str) -> tuple[list[_Entry], str]:
     try:
-        table: Any = json.loads(content)
+        table: Any = parse(content)
         root = str(table.get("root_path", ""))
         entries = [
             _Entry(
@@ -283,11 +287,21 @@ def _normalised(text: str, where: str) -> str:
     return result
 
 
+def _shown(text: str) -> str:
+    """A transcript in a message: its beginning, if it is long."""
+    text = text.strip()
+    return repr(text if len(text) <= _LONG else f"{text[:_LONG]}...")
+
+
 def _transcript(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the transcript {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(
+            f"the transcript {path} cannot be read: {error.strerror or error}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the transcript {path} is not UTF-8 ({error}); convert the file") from None
 
 
 def _find(name: str, bases: Iterable[Path]) -> Path | None:
