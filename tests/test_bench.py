@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,10 @@ def test_every_algorithm_and_all_of_its_options_can_be_written() -> None:
         ("oktopk:density=two", "density must be a number, not 'two'"),
         ("oktopk:density=2", "density is 2.0, but must be above 0 and at most 1"),
         ("oktopk:region_interval=0", "region_interval is 0"),
-        ("oktopk:capacity=inf", "capacity is inf"),
+        ("oktopk:capacity=inf", "capacity must be a number or none, not 'inf'"),
+        ("oktopk:balance_trigger=nan", "balance_trigger must be a number, not 'nan'"),
+        ("powersgd:1,min_compression_rate=-inf", "min_compression_rate must be a number"),
+        ("powersgd:1,min_compression_rate=-1", "min_compression_rate is -1.0"),
         ("oktopk:warmup_steps", "warmup_steps must be a whole number, not ''"),
         ("oktopk:lr=0.1", "lr is an option of training"),
         ("fp16:density=0.1", "there is no option 'density' for fp16; there are: none"),
@@ -101,11 +104,23 @@ def test_a_wrong_spec_is_told_with_the_fix(spec: str, says: str) -> None:
         ("--hosts 2 300", "no network of 300 hosts: take 1 to 254"),
         ("--numel 0", "0 is not a whole number of at least 1"),
         ("--density 1.5", "1.5 is not above 0 and at most 1"),
+        ("--numel 10000000000000", "--numel 10000000000000 takes at least 640 TB on 4 hosts"),
+        (f"--numel {10**30}", f"{10**30} is too much, 1000000000000000 is the most"),
+        ("--threads 1000000", "1000000 is too much, 4096 is the most"),
+        (f"--seed {1 << 40}", "is too much"),
+        ("--seconds nan", "nan is not above 0 and at most 1e+08"),
+        ("--timeout 1e300", "1e300 is not above 0 and at most 1e+08"),
+        ("--target-loss nan", "nan is not a finite number"),
+        ("--target-loss=-inf", "-inf is not a finite number"),
+        ("--contenders oktopk:warmup_steps=1000000", "at most 1000 are allowed"),
+        ("--contenders powersgd:1,start=1000000", "at most 1000 are allowed"),
+        ("--contenders powersgd:1,min_compression_rate=nan", "must be a number, not 'nan'"),
         ("--loopback --rate 1gbit", "--loopback has no --rate"),
         ("--contenders dense dense:lr=1", "option of training"),
         ("train --recipe nope", "unknown recipe"),
         ("train --set widht=3", "--set widht=3: there is no 'widht'"),
         ("train --set width=many", "width must be a whole number or none"),
+        ("train --set lr=nan", "lr must be a number, not 'nan'"),
         (
             "train --contenders oktopk:optimizer=adam",
             "oktopk:optimizer=adam: --optimizer is 'adam'",
@@ -113,7 +128,12 @@ def test_a_wrong_spec_is_told_with_the_fix(spec: str, says: str) -> None:
         ("--json /nowhere/results.json", "cannot be written"),
         ("--json {old}", "is not JSON"),
         ("--plot speed.pdf", "must end in .svg or .png"),
-        ("--plot /nowhere/speed.svg", "there is no folder"),
+        ("--plot /nowhere/speed.svg", "cannot be written (No such file"),
+        ("--plot {folder}.svg", "is a folder: name a file in it"),
+        ("--json {folder}.svg --append", "Is a directory"),
+        (f"--json {'x' * 300}", "cannot be written (File name too long"),
+        (f"--json {'x' * 300} --append", "cannot be written (File name too long"),
+        ("--json /dev/zero --append", "it is a device, not a file"),
         ("--report-only", "needs --json"),
         ("--append", "needs --json"),
         ("--report-only --json missing.json", "No such file"),
@@ -124,7 +144,8 @@ def test_a_mistake_is_one_line_before_anything_starts(
 ) -> None:
     old = tmp_path / "old.json"
     old.write_text("not JSON")
-    arguments = line.format(old=f"{old} --append").split()
+    (tmp_path / "a.svg").mkdir()
+    arguments = line.format(old=f"{old} --append", folder=tmp_path / "a").split()
     if "--loopback" not in arguments:
         arguments.append("--loopback")
     assert main(["bench", *arguments]) == 2
@@ -228,22 +249,88 @@ def test_training_steps_are_compared_with_the_same_steps_of_dense() -> None:
 # Files.
 
 
-@pytest.mark.parametrize(
-    ("runs", "says"),
-    [
-        ([{"results": []}], "is damaged: there is no 'when'"),
-        ([{"when": "now", "results": []}], "is damaged: there is no 'machine'"),
-        ([{"when": "now", "machine": {}, "results": []}], "is damaged: there is no 'processor'"),
-        ([], "holds no results"),
-    ],
-)
-def test_a_file_without_what_it_needs_is_named(
-    runs: list[Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def kept_run() -> dict[str, Any]:
+    """A run of one result, as a file has it."""
+    result = asdict(training_result([4.0, 3.0, 2.0], 0.1))
+    return {"when": "now", "machine": {"processor": "a fast one"}, "results": [result]}
+
+
+def damaged_runs() -> Iterator[tuple[Any, str]]:
+    """What a file may have instead of its runs, and the complaint."""
+    yield [{"results": []}], "is damaged: when is missing"
+    yield [{**kept_run(), "machine": {}}], "is damaged: machine.processor is missing"
+    yield [{**kept_run(), "machine": "fast"}], 'machine is "fast", but must be an object'
+    yield [{**kept_run(), "notes": "slow"}], 'notes is "slow", but must be a list'
+    yield [{**kept_run(), "results": None}], "results is null, but must be a list"
+    yield {}, "it has no list of runs"
+    yield [7], "it is 7, but must be an object"
+    yield [], "holds no results"
+    yield [{**kept_run(), "results": []}], "holds no results"
+    for path, value, says in (
+        (("setting",), 3, r"results[0].setting is 3"),
+        (("setting", "workload"), "walk", "setting.workload is 'walk'"),
+        (("setting", "hosts"), 2.5, "results[0].setting.hosts is 2.5"),
+        (("seconds", "median"), None, "results[0].seconds.median is null"),
+        (("seconds", "lower"), math.nan, "results[0].seconds.lower is NaN"),
+        (("contender",), 3, "results[0].contender is 3"),
+        (("stages",), {"data": "long"}, 'results[0].stages.data is "long"'),
+        (("curve",), [[1.0]], "points without two numbers"),
+        (("curve",), [[1.0, None]], "results[0].curve[0][1] is null"),
+        (("window",), 0, "window is 0"),
+        (("speedup",), "2x", 'results[0].speedup is "2x"'),
+    ):
+        run = kept_run()
+        *above, last = path
+        place = run["results"][0]
+        for key in above:
+            place = place[key]
+        place[last] = value
+        yield [run], says
+
+
+@pytest.mark.parametrize(("runs", "says"), list(damaged_runs()))
+def test_a_damaged_file_is_told(
+    runs: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"format": files.FORMAT, "version": files.VERSION, "runs": runs}))
     assert bench("--report-only --json", path, "--plot", tmp_path / "plot.svg") == 2
-    assert f"{path} {says}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{path} " in error
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b'{"runs": ' * 100_000, "nested too deeply"),
+        (b"[]", "something else"),
+        (b'{"format": "oktopk bench", "version": 9}', "has version 9, but must have 1"),
+        (b'{"format": "oktopk bench", "version": 1}', "it has no list of runs"),
+    ],
+)
+def test_a_file_of_something_else_is_told(
+    content: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_bytes(content)
+    for mode in ("--report-only --json", "--loopback --append --json"):
+        assert bench(mode, path) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_a_whole_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with a curve that has no finite loss."""
+    run = kept_run()
+    run["results"] += [{**run["results"][0], "contender": "fp16", "curve": []}]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"format": files.FORMAT, "version": files.VERSION, "runs": [run]}))
+    assert bench("--report-only --json", path, "--plot", tmp_path / "plot.svg") == 0
+    assert "now, a fast one\ntrain: P = 2" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir() if file != path] == ["plot.svg"]
 
 
 class FakeRanks:
@@ -416,7 +503,7 @@ def test_on_emulated_links_bytes_are_counted_twice(folder: Path) -> None:
     path = folder / "lab.json"
     line = "raw --hosts 2 --rate 200mbit 1gbit --delay 0.2ms --numel 200000 --steps 4 --skip 3"
     assert bench(line, "--contenders", "oktopk", "--json", path, "--plot", folder / "lab.svg") == 0
-    rows = [Result.from_dict(row) for row in json.loads(path.read_text())["runs"][0]["results"]]
+    rows: list[Result] = files.load(path)[0]["results"]
     assert [(row.contender, row.setting.rate) for row in rows] == [
         ("dense", "200mbit"),
         ("oktopk", "200mbit"),

@@ -114,16 +114,25 @@ def session(leader: int) -> list[int]:
 
 
 class Forked:
-    """`oktopk train` as a single process, without the seconds that importing torch takes."""
+    """`oktopk train` as a single process, without the seconds that importing torch takes.
+
+    Args:
+        first: what the process runs before.
+    """
 
     def __init__(
-        self, warm: Warm, flags: list[str], folder: Path, environ: dict[str, str] | None = None
+        self,
+        warm: Warm,
+        flags: list[str],
+        folder: Path,
+        environ: dict[str, str] | None = None,
+        first: str = "",
     ) -> None:
         name = secrets.token_hex(4)
         self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         self.warm = warm
         script = folder / f"{name}.py"
-        script.write_text("import sys\nfrom oktopk.cli import main\nsys.exit(main())\n")
+        script.write_text(f"{first}import sys\nfrom oktopk.cli import main\nsys.exit(main())\n")
         self.pid = warm.start(
             script,
             *("train", *flags),
@@ -239,6 +248,23 @@ def test_srun_and_a_mistake(warm: Warm, tiny: list[str], tmp_path: Path) -> None
     told = [run for run in runs if run.err.read_text()]
     assert len(told) == 1
     one_line(told[0], "--nworkers is 3, but srun started 2 workers")
+
+
+def test_memory_runs_out_on_one_worker(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
+    """Both end, with the same code, and one tells."""
+    job = str(secrets.randbits(31))
+    limit = """import resource
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+"""
+    flags = [*tiny, "--width", "2500"]  # a matrix of 100 MB
+    runs = [
+        Forked(warm, flags, tmp_path, srun(rank, job), limit if rank else "") for rank in (0, 1)
+    ]
+    assert [run.wait() for run in runs] == [2, 2], [run.err.read_text() for run in runs]
+    told = [run for run in runs if run.err.read_text()]
+    assert len(told) == 1
+    one_line(told[0], "could not be had): use a smaller --width, --depth or --batch-size")
 
 
 def test_torchrun_and_a_mistake(start: Start, tiny: list[str]) -> None:

@@ -258,6 +258,7 @@ def test_real_corpora(tmp_path: Path, name: str, samples: int) -> None:
         ({"dataset": "an4", "data_dir": "nowhere"}, "AN4|an4"),
         ({"resume": "nowhere", "run_dir": ""}, "no run with a checkpoint"),
         ({"pretrain": "nowhere.pt"}, "no such file"),
+        ({"width": 1_000_000}, "--width 1000000 and --depth 1 make 8,0.* 1 worker"),
     ],
 )
 def test_bad_values(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,23 +99,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     amount.add_argument(
         "--seconds",
-        type=_above_zero,
+        type=_seconds,
         metavar="S",
         help="a contender's time in each setting; where steps are slow, there are fewer of them, "
         "but three (raw: 30, train: 900)",
     )
     amount.add_argument(
         "--timeout",
-        type=_above_zero,
+        type=_seconds,
         default=600.0,
         metavar="S",
         help="without a step, after which ranks are taken for dead (600)",
     )
+    amount.add_argument("--threads", type=_threads, default=1, metavar="N", help="of each rank (1)")
     amount.add_argument(
-        "--threads", type=_positive, default=1, metavar="N", help="of each rank (1)"
-    )
-    amount.add_argument(
-        "--seed", type=_not_negative, default=1, metavar="N", help="of data and weights (1)"
+        "--seed", type=_seed, default=1, metavar="N", help="of data and weights (1)"
     )
     raw = parser.add_argument_group("raw")
     raw.add_argument(
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dense steps of sparse contenders that do not say their own (20)",
     )
     train.add_argument(
-        "--target-loss", type=float, metavar="X", help="to reach (what dense has at its end)"
+        "--target-loss", type=_finite, metavar="X", help="to reach (what dense has at its end)"
     )
     train.add_argument(
         "--set",
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report_only:
         return _report_only(args)
     bench = check(args)
-    runs = files.load(args.json) if args.append and args.json.exists() else []
+    runs = files.load(args.json) if args.append and os.path.exists(args.json) else []
     report = _Report(args, bench, runs)
     try:
         with (
@@ -233,7 +233,7 @@ def _report_only(args: argparse.Namespace) -> int:
             groups.setdefault(result.setting, []).append(result)
         print(("\n" if number else "") + f"{each['when']}, {each['machine']['processor']}")
         shown = ["\n\n".join(tables.report(group) for group in groups.values())]
-        print("\n".join([*filter(None, shown), *each.get("notes", ())]))
+        print("\n".join([*filter(None, shown), *each["notes"]]))
     if args.plot:
         plots.plot([result for each in runs for result in each["results"]], args.plot)
     return 0
@@ -256,29 +256,41 @@ def _terminated_like_interrupted() -> Iterator[None]:
 # Types of arguments.
 
 
-def _positive(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 1", lambda value: value >= 1))
+_LONG = 1e8
+"""Seconds; clocks of the system cannot wait for much more."""
 
 
-def _not_negative(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 0", lambda value: value >= 0))
+def _whole(least: int, most: int = 10**15) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text.replace("_", "").replace(",", ""))
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise _Refused(f"{text} is not a whole number of at least {least}")
+        if value > most:
+            raise _Refused(f"{text} is too much, {most} is the most")
+        return value
+
+    return read
 
 
-def _above_zero(text: str) -> float:
-    return _number(text, float, "a number above 0", lambda value: 0 < value < float("inf"))
+def _real(what: str, valid: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text.replace("_", "").replace(",", ""))
+        except ValueError:
+            value = math.nan
+        if not valid(value):
+            raise _Refused(f"{text} is not {what}")
+        return value
+
+    return read
 
 
-def _share(text: str) -> float:
-    return _number(text, float, "above 0 and at most 1", lambda value: 0 < value <= 1)
-
-
-def _number(
-    text: str, kind: Callable[[str], float], what: str, valid: Callable[[float], bool]
-) -> float:
-    try:
-        value = kind(text.replace("_", "").replace(",", ""))
-    except ValueError:
-        value = float("nan")
-    if not valid(value):
-        raise argparse.ArgumentTypeError(f"{text} is not {what}")
-    return value
+_Refused = argparse.ArgumentTypeError
+_positive, _not_negative = _whole(1), _whole(0)
+_threads, _seed = _whole(1, 4096), _whole(0, (1 << 40) - 1)
+_seconds = _real(f"above 0 and at most {_LONG:.0e}", lambda value: 0 < value <= _LONG)
+_share = _real("above 0 and at most 1", lambda value: 0 < value <= 1)
+_finite = _real("a finite number", math.isfinite)

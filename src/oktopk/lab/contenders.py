@@ -8,6 +8,7 @@ the dataclasses that take them, so an algorithm's new knob can be used here at o
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class PowerSGD:
             raise ValueError(f"the rank is {self.rank}, but must be at least 1")
         if self.start < 2:
             raise ValueError(f"start is {self.start}, but must be at least 2: DDP needs two steps")
+        if self.min_compression_rate < 0:
+            raise ValueError(
+                f"min_compression_rate is {self.min_compression_rate}, but must be at least 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,10 @@ def _convert(kind: Any, text: str) -> Any:
             raise ValueError
         return _BOOLEANS[text.lower()]
     convert: Callable[[str], Any] = kind
-    return convert(text)
+    value = convert(text)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def _describe(kind: Any) -> str:

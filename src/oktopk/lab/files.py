@@ -6,18 +6,22 @@ facts about the machine, and results, whose fields are those of `Result`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..train.errors import UserError
+from ..train.plain import build, parse, read
 from .results import Result, cores
 
 FORMAT = "oktopk bench"
@@ -27,25 +31,50 @@ VERSION = 1
 
 def check_file(path: Path, append: bool) -> None:
     """Find out before hours of measuring that results cannot be kept."""
-    if path.exists() and not append:
+    if os.path.lexists(path) and not append:
         raise UserError(f"--json {path} is there already: --append adds to it")
-    if append and path.exists():
+    if append and os.path.lexists(path):
         load(path)
-    try:
+    check_writable("--json", path)
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """UserError if `replacing` could not write the file."""
+    if not path.name or os.path.isdir(path):
+        raise UserError(f"{flag} {path} is a folder: name a file in it")
+    with _told(flag, path):
         part = _part(path)
         part.touch()
         part.unlink()
+
+
+@contextlib.contextmanager
+def replacing(flag: str, path: Path) -> Iterator[Path]:
+    """A file to write to instead, which then becomes this one; a crash leaves what was there."""
+    with _told(flag, path):
+        part = _part(path)
+        try:
+            yield part
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _told(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
-            f"--json {path} cannot be written ({error.strerror}): name a file in a folder that is "
-            "there and yours"
+            f"{flag} {path} cannot be written ({error.strerror or error}): name a file in a folder "
+            "that is there and yours, and has room"
         ) from None
 
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The runs in a file, oldest first, with `Result` objects."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse(read(path).decode())
     except OSError as error:
         raise UserError(f"--json {path}: {error.strerror}") from None
     except ValueError as error:
@@ -58,28 +87,45 @@ def load(path: Path) -> list[dict[str, Any]]:
             "written by another version of oktopk; name another file"
         )
     try:
-        return [
-            {
-                **run,
-                "when": str(run["when"]),
-                "machine": {**run["machine"], "processor": str(run["machine"]["processor"])},
-                "results": [Result.from_dict(each) for each in run["results"]],
-            }
-            for run in kept["runs"]
-        ]
-    except KeyError as error:
-        raise UserError(f"--json {path} is damaged: there is no {error}") from None
-    except TypeError as error:
-        raise UserError(f"--json {path} is damaged: {error}") from None
+        return [_run(each) for each in _list(kept.get("runs"))]
+    except ValueError as error:
+        raise UserError(f"--json {path} is damaged: {error}; name another file") from None
+
+
+def _list(runs: object) -> list[object]:
+    if not isinstance(runs, list):
+        raise ValueError("it has no list of runs")
+    return runs
+
+
+def _run(values: object) -> dict[str, Any]:
+    """A run as it was kept, but for what is read here, which is checked."""
+    known = build(_Run, values)
+    assert isinstance(values, dict)
+    for result in known.results:
+        result.check()
+    return {**values, "results": known.results, "notes": known.notes}
+
+
+@dataclass(frozen=True)
+class _Machine:
+    processor: str
+
+
+@dataclass(frozen=True)
+class _Run:
+    when: str
+    machine: _Machine
+    results: list[Result]
+    notes: list[str] = field(default_factory=list)
 
 
 def save(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     """Write all runs; a crash leaves what was there before."""
     plain = [{**run, "results": [_plain(result) for result in run["results"]]} for run in runs]
     text = json.dumps({"format": FORMAT, "version": VERSION, "runs": plain}, indent=1)
-    part = _part(path)
-    part.write_text(text + "\n", encoding="utf-8")
-    part.replace(path)
+    with replacing("--json", path) as part:
+        part.write_text(text + "\n", encoding="utf-8")
 
 
 def new_run(arguments: Mapping[str, Any], results: Sequence[Result]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ..algorithms import OkTopk
 from ..allreduce import SparseAllreduce
+from ..train import room
 from ..train.errors import UserError
 from ..transport import NonFiniteGradientError
 from .contenders import BASELINE, parse
@@ -63,8 +64,11 @@ def main() -> int:
     except UserError as error:
         say({"mistake": str(error)})
         os._exit(1)
-    except Exception:
-        say({"failed": traceback.format_exc()})
+    except Exception as error:
+        if lack := room.shortage(error):
+            say({"mistake": f"{lack}: use fewer hosts, or a smaller --numel or model"})
+        else:
+            say({"failed": traceback.format_exc()})
         os._exit(1)  # threads may wait for peers that are gone
     answers.close()
     os._exit(0)

@@ -13,8 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ..train import room
 from ..train.config import Config
 from ..train.errors import UserError
+from ..train.format import byte_size
 from ..train.recipes import RECIPES
 from . import files
 from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, kinds_of, parse, read
@@ -25,6 +27,9 @@ _DEFAULT_CONTENDERS = {
     "train": ("fp16", "bf16", "powersgd:1", "powersgd:2", "powersgd:4", "oktopk"),
 }
 DEFAULT_RATE = "1gbit"
+_COPIES = 4
+"""Tensors of --numel elements that a rank holds for certain."""
+_MOST_DENSE_STEPS = 1000
 SECONDS = {"raw": 30.0, "train": 900.0}
 OF_RECIPE = (
     *("dnn", "dataset", "train_manifest", "val_manifest", "features", "augment", "width", "depth"),
@@ -115,6 +120,8 @@ def check(args: argparse.Namespace) -> Bench:
     _check_options(bench)
     if training:
         _check_training(bench)
+    else:
+        _check_raw(bench)
     if args.json:
         files.check_file(args.json, args.append)
     return bench
@@ -160,6 +167,23 @@ def _check_options(bench: Bench) -> None:
                 contender.algorithm(**({"density": density} if density else {}))
     except ValueError as error:
         raise UserError(f"{contender.spec}: {error}") from None
+
+
+def _check_raw(bench: Bench) -> None:
+    """Gradients fit into memory, and the dense steps before the first that counts have an end."""
+    needed = 4 * bench.numel * _COPIES * max(bench.hosts)
+    left = room.left()
+    if left is not None and needed > left:
+        raise UserError(
+            f"--numel {bench.numel} takes at least {byte_size(needed)} on {max(bench.hosts)} "
+            f"hosts, but this machine has {byte_size(left)} left: make one of them smaller"
+        )
+    for contender in bench.contenders:
+        if (steps := contender.dense_steps(0)) > _MOST_DENSE_STEPS:
+            raise UserError(
+                f"{contender.spec}: raw has nothing to warm up, but would take {steps} dense steps "
+                f"before the first that it measures: at most {_MOST_DENSE_STEPS} are allowed"
+            )
 
 
 def _check_training(bench: Bench) -> None:

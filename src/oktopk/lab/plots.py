@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..train.errors import UserError
+from . import files
 from .contenders import BASELINE
 from .results import Result
 
@@ -35,8 +36,7 @@ def check(path: Path) -> None:
         raise UserError(f"--plot {path} must end in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib: pip install 'oktopk[plots]'")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.parent}")
+    files.check_writable("--plot", path)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -60,7 +60,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
         metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=150, metadata=metadata)
+        with files.replacing("--plot", path) as part:
+            figure.savefig(part, dpi=150, metadata=metadata, format=path.suffix[1:])
 
 
 Styles = dict[str, tuple[str, str]]
@@ -145,7 +146,7 @@ def _losses(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
         # The first means are of a few batches, the shortest ones.
         curve = result.curve[(result.window or 1) - 1 :] or result.curve
         curve = curve[:: max(1, len(curve) // _MOST_POINTS)]
-        seconds, losses = zip(*curve, strict=True)
+        seconds, losses = [point[0] for point in curve], [point[1] for point in curve]
         axes.plot(seconds, losses, color=colour, linestyle=line, label=label, linewidth=1.5)
     target = results[0].target_loss
     if target is not None:

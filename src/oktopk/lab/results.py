@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -123,10 +124,14 @@ class Result:
         """The contender, with its density where it does not say it itself."""
         return full_name(self.contender, self.density)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Result:
-        nested = {"setting": Setting(**values["setting"]), "seconds": Spread(**values["seconds"])}
-        return cls(**{**values, **nested})
+    def check(self) -> None:
+        """ValueError if nobody can have measured this: files get damaged."""
+        if self.setting.workload not in ("raw", "train"):
+            raise ValueError(f"setting.workload is {self.setting.workload!r}")
+        if any(len(point) != 2 for point in self.curve):
+            raise ValueError(f"the curve of {self.name} has points without two numbers")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}")
 
 
 def full_name(contender: str, density: float | None) -> str:
@@ -225,7 +230,9 @@ def add_training(result: Result, answers: Sequence[Mapping[str, Any]]) -> Result
         total_seconds=ends[-1],
         step_seconds=[max(record["seconds"] for record in step) for step in steps],
         final_loss=None if first["failed"] else means[-1],
-        curve=[[round(s, 4), loss] for s, loss in zip(ends, means, strict=True)],
+        curve=[
+            [round(s, 4), loss] for s, loss in zip(ends, means, strict=True) if math.isfinite(loss)
+        ],
         window=window,
         notes=[*ended, *result.notes],
     )

@@ -237,6 +237,7 @@ _LEAST: dict[str, float] = {
 _MOST: dict[str, float] = {
     "density": 1,
     # Nobody means more than this; it would take all memory, or never end.
+    "width": 1_000_000,
     "depth": 1000,
     "threads": 4096,
     "seed": (1 << 40) - 1,

@@ -34,7 +34,7 @@ from ..checkpoint import MANIFEST
 from .config import Config
 from .errors import UserError
 from .format import byte_size, duration, number, percent, plural, toml
-from .plain import build, parse
+from .plain import build, parse, read
 from .records import EpochRecord, Example, Outcome, Plan, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -208,8 +208,8 @@ def read_metrics(
     path: str | os.PathLike[str],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Steps and epochs of a run's folder, or of its metrics.jsonl, as they were recorded."""
-    file = Path(path) / METRICS if Path(path).is_dir() else Path(path)
-    if not file.is_file():
+    file = Path(path) / METRICS if os.path.isdir(path) else Path(path)
+    if not os.path.isfile(file):
         raise UserError(f"{file} is not there: name a run's folder")
     records = [line.values for line in _lines(file)]
     steps = [record for record in records if record["kind"] == "step"]
@@ -252,11 +252,20 @@ def latest_run(recipe: str, base: Path = Path("runs")) -> Path | None:
     """The newest folder of a recipe's runs that has a checkpoint."""
     pattern = re.compile(re.escape(recipe or "run") + r"-(\d{8}-\d{6})(?:-(\d+))?")
     found = []
-    for path in base.iterdir() if base.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match and (path / CHECKPOINT / MANIFEST).is_file():
+    for name in _names(base):
+        match, path = pattern.fullmatch(name), base / name
+        if match and os.path.isfile(path / CHECKPOINT / MANIFEST):
             found.append((match[1], int(match[2] or 1), path))
     return max(found)[2] if found else None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
 class _LogFile:
@@ -310,7 +319,7 @@ class _Line:
 def _lines(file: Path) -> Iterator[_Line]:
     """All that was recorded. The last line may be half written, then it does not count."""
     try:
-        lines = file.read_bytes().splitlines()
+        lines = read(file).splitlines()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
     for place, text in enumerate(lines, 1):

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from . import room
 from .config import Config, flag
 from .errors import UserError
 from .place import LOCAL, Place, address, meeting_file, place
@@ -91,6 +92,14 @@ def worker(config: Config, place: Place, explicit: Collection[str] = ()) -> int:
     except Exception as error:
         if isinstance(error, ImportError) and (message := missing_package(error)):
             _tell(f"oktopk: error: {message}", place, store)
+            _exit(USER_ERROR)
+        if lack := room.shortage(error):
+            _tell(
+                f"oktopk: error: {lack}: use a smaller --width, --depth or --batch-size, or fewer "
+                "workers",
+                place,
+                store,
+            )
             _exit(USER_ERROR)
         _tell(
             f"oktopk: worker {place.rank} failed\n{traceback.format_exc().rstrip()}", place, store

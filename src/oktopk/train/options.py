@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from typing import Any, get_args, get_type_hints
 from .config import Config, flag
 from .errors import UserError
 from .folder import latest_run
+from .plain import read
 from .recipes import DEFAULT, RECIPES, recipe
 
 _TRUE = ("true", "1", "yes", "on")
@@ -156,7 +158,7 @@ def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
         name = given.get("recipe") or _recipe_for(given)
         folder = given.get("run_dir", "") or latest_run(name) or ""
     path = Path(folder).expanduser() / "config.toml"
-    return read_toml(str(path)) if folder and path.exists() else {}
+    return read_toml(str(path)) if folder and os.path.exists(path) else {}
 
 
 def _recipe_for(given: dict[str, Any]) -> str:
@@ -173,11 +175,13 @@ def read_toml(path: str) -> dict[str, Any]:
     except ImportError:
         raise UserError("--config needs, before Python 3.11: pip install tomli") from None
     try:
-        values: dict[str, Any] = toml.loads(Path(path).read_text(encoding="utf-8"))
+        values: dict[str, Any] = toml.loads(read(Path(path)).decode())
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
     except ValueError as error:  # TOML's errors, and Unicode's
         raise UserError(f"--config {path} is not TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"--config {path} is nested too deeply: there are no lists in it") from None
     kinds = {option.name: option.kind for option in options()}
     for key in [key for key in values if key.replace("-", "_") != key]:
         values[key.replace("-", "_")] = values.pop(key)

@@ -1,23 +1,36 @@
 """What is read from files, as dataclasses: all fields are there, of their types, and finite.
 
-A file may be damaged, or somebody else's. `parse` and `build` raise nothing but ValueError, whose
-message says what is wrong.
+A file may be damaged, or somebody else's. `read` raises OSError, `parse` and `build` raise
+ValueError, with a message that says what is wrong, and none of them anything else.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
 _NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _SHOWN = 40
+
+
+def read(path: Path) -> bytes:
+    """A file's content. Devices are refused: some of them never end."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise OSError(errno.EINVAL, "it is a device, not a file")
+        return file.read()
 
 
 def parse(text: str | bytes) -> Any:

@@ -11,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..algorithms import Dense
+from . import room
 from .config import Config
 from .data import an4, manifest, spoken
 from .data.batches import Batch, Order, collate, prefetched
 from .data.cache import cache_dir
 from .data.features import BINS, Corpus, open_corpus
 from .errors import UserError
+from .format import byte_size, count, plural
 from .models.deepspeech import DeepSpeech, shape
 from .records import Example
 from .text import LABELS, encode, error_rates, greedy, needed_frames
-from .together import first_on_one, gather
+from .together import attempt, first_on_one, gather
 
 log = logging.getLogger("oktopk")
 
@@ -45,8 +48,8 @@ class Speech:
                 f"(--batch-size {config.batch_size}, {self.size} workers, --nsteps-update "
                 f"{config.nsteps_update}): make one of these smaller"
             )
-        sizes = shape(config.dnn, config.width, config.depth, config.bidirectional)
-        self.model = DeepSpeech(sizes, BINS[config.features], len(LABELS))
+        attempt(self._check_memory)
+        self.model = attempt(self._make_model)
         self._warn_of_short_ones()
 
     @property
@@ -113,6 +116,35 @@ class Speech:
             zero_infinity=True,
         )
 
+    def _make_model(self) -> DeepSpeech:
+        config = self.config
+        sizes = shape(config.dnn, config.width, config.depth, config.bidirectional)
+        return DeepSpeech(sizes, BINS[config.features], len(LABELS))
+
+    def _check_memory(self) -> bool:
+        """UserError if the model cannot be trained here: the system would end a worker."""
+        with torch.device("meta"):  # without memory
+            model = self._make_model()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        needed = 4 * parameters * copies(self.config)
+        workers, left = self._memory()
+        if left is not None and workers * needed > left:
+            sizes = model.shape
+            raise UserError(
+                f"--width {sizes.width} and --depth {sizes.depth} make {count(parameters)} "
+                f"parameters: to train them takes at least {byte_size(needed)} for each worker, "
+                f"and {plural(workers, 'worker')} have {byte_size(left)}: make --width or --depth "
+                "smaller"
+            )
+        return True
+
+    def _memory(self) -> tuple[int, int | None]:
+        """How many workers share the memory that this one uses, and how much is left of it."""
+        machines = gather(room.machine())
+        if self.device.type == "cuda":
+            return 1, torch.cuda.mem_get_info(self.device)[0]
+        return machines.count(room.machine()), room.left()
+
     def _check_agreement(self) -> None:
         """Workers that read different corpora would take different numbers of steps."""
         parts = (self.train, self.val)
@@ -131,6 +163,13 @@ class Speech:
                 short,
                 len(needed),
             )
+
+
+def copies(config: Config) -> int:
+    """Tensors of the model's size that training holds for certain: weights, gradients, residuals,
+    and the optimizer's."""
+    sparse = not isinstance(config.make_algorithm(), Dense)
+    return 2 + sparse + (1 if config.optimizer == "sgd" else 2)
 
 
 def corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -427,7 +428,7 @@ def no_broadcast() -> dict[str, Any]:
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    return (folder / CHECKPOINT / checkpoint.MANIFEST).exists()
+    return os.path.exists(folder / CHECKPOINT / checkpoint.MANIFEST)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def prepare(
     data_dir = Path(data_dir)
     corpus = find(data_dir)
     ready = (data_dir / MANIFESTS[0], data_dir / MANIFESTS[1])
-    if corpus is None and all(path.is_file() for path in ready):
+    if corpus is None and all(map(os.path.isfile, ready)):
         return ready  # manifests of recordings that are elsewhere
     if corpus is None:
         if not download:
@@ -99,7 +99,7 @@ def prepare(
 def find(data_dir: Path) -> Path | None:
     """The corpus in this folder, if it is there."""
     for folder in (data_dir, data_dir / "an4"):
-        if (folder / "etc" / "an4_train.fileids").is_file():
+        if os.path.isfile(folder / "etc" / "an4_train.fileids"):
             return folder
     return None
 
@@ -280,7 +280,7 @@ class _Recordings:
         for folder in _FOLDERS:
             for kind in _KINDS:
                 path = self.corpus / folder / f"{identifier}{kind}"
-                if path.is_file():
+                if os.path.isfile(path):
                     return path.resolve()
         if self.others is None:
             self.others = {}

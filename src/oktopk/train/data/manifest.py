@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..plain import parse
+from ..plain import read as file_content
 from . import audio
 
 HEADER = ["path", "transcript", "seconds"]
@@ -160,7 +161,7 @@ def rebuild(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> R
     3. A file that several entries would take goes to the one whose path agrees best, if one does.
     """
     manifest, root = Path(manifest), Path(root)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise UserError(f"there is no folder {root}; name the one that the corpus is in now")
     entries, bases = _entries(manifest)
     files = _files(root)
@@ -202,8 +203,7 @@ def rebuild(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> R
 def _entries(path: Path) -> tuple[list[_Entry], list[Path]]:
     """What a manifest of any kind lists, and the folders that its relative paths may begin at."""
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            content = file.read()
+        content = file_content(path).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise UserError(
             f"the manifest {path} cannot be read ({error.strerror or error}); `oktopk data` makes "
