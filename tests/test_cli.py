@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oktopk import cli
 from oktopk.cli import main
 from oktopk.train import options
 from oktopk.train.config import Config, flag
-from oktopk.train.errors import UserError
+from oktopk.train.errors import UserError, mistake
 from oktopk.train.place import Place, address, first_node, meeting_file, place
 from oktopk.train.recipes import RECIPES, recipe
 
@@ -246,6 +249,85 @@ def test_missing_package(
     error = capsys.readouterr().err
     assert "rich" in error
     assert "pip install 'oktopk[speech]'" in error
+    assert error.count("\n") == 1
+
+
+BARE = f"""
+import sys, types
+package = types.ModuleType("oktopk")  # without what its __init__ imports
+package.__path__ = [{str(Path(cli.__file__).parent)!r}]
+sys.modules["oktopk"] = package
+from oktopk.cli import main
+"""
+
+
+def test_help_does_without_torch() -> None:
+    program = f"""{BARE}
+for command in ("", "train", "lab", "bench", "data", "data an4"):
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit:
+        pass
+print(*sorted({{"torch", "numba", "numpy"}} & {{*sys.modules}}), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.count("usage: oktopk") == 6
+    assert done.stderr == "\n"
+
+
+def test_output_that_nobody_reads() -> None:
+    program = f"{BARE}\nsys.exit(main(['--help']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (UserError("a\nb\x1b[31m \udcff"), r"a\nb\x1b[31m \xff"),
+        (OSError(28, "No space left on device", "a\nb"), r"a\nb: No space left on device"),
+        (MemoryError(), "memory ran out: use a smaller --width"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "(2.00 GiB could not"),
+        (FileNotFoundError(2, "No such file", "ours"), ""),
+        (ValueError("ours"), ""),
+        (ImportError("ours", name="oktopk.train.nothing"), ""),
+    ],
+)
+def test_which_errors_are_the_users(error: Exception, says: str) -> None:
+    shown = mistake(error)
+    assert shown.isprintable()
+    assert says in shown
+    assert bool(shown) == bool(says)
+
+
+def test_names_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are shown, on either stream."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "a.raw").write_bytes(b"\0\1" * 8000)
+    old = tmp_path / "old.csv"
+    old.write_bytes(b"path,transcript,seconds\na.raw,YES,1\nn\xff.raw,NO,1\n")
+    assert main(["data", "manifest", str(old), "--data-dir", str(folder)]) == 1
+    assert r"n\xff.raw: not found" in capsys.readouterr().out
+    moved = folder / "new.csv"
+    arguments = ["--data-dir", str(folder), "--output", str(moved)]
+    assert main(["data", "manifest", str(old), *arguments]) == 0
+    assert r"caf\xe9" in capsys.readouterr().out
+    assert main(["train", "--config", str(folder / "a\nb.toml")]) == 2
+    error = capsys.readouterr().err
+    assert r"caf\xe9/a\nb.toml: No such file" in error
     assert error.count("\n") == 1
 
 

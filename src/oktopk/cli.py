@@ -1,19 +1,22 @@
 """The command line: `oktopk train`, `recipes`, `data`, `lab` and `bench`.
 
-A mistake of the user is one line and exit code 2; an interruption 130. The extras that a subcommand
-needs are imported when it is the one, so that they are only missed where they are used.
+A mistake of the user is one line and exit code 2; an interruption 130. What a subcommand needs is
+imported when it runs: extras are missed only where they are used, and help does not wait for torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from .train import launch, options
-from .train.errors import UserError
+from .train import options
+from .train.errors import USER_ERROR, UserError, mistake
+from .train.place import place
 from .train.recipes import DEFAULT, RECIPES
 
 _TRAIN = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
@@ -40,20 +43,39 @@ _TRAIN_EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files, as on stderr
     try:
-        return _run(arguments)
-    except UserError as error:
-        launch.report(f"oktopk: error: {error}")
-        return launch.USER_ERROR
-    except ImportError as error:
-        message = launch.missing_package(error)
-        if not message:
-            raise
-        launch.report(f"oktopk: error: {message}")
-        return launch.USER_ERROR
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as after `| head`; what Python still has to say goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("oktopk: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        message = mistake(error)
+        if not message:
+            raise
+        _report(f"oktopk: error: {message}")
+        return USER_ERROR
+
+
+def _report(message: str) -> None:
+    """Print a line; of several workers that a launcher started, only one does."""
+    try:
+        here = place()
+    except UserError:  # perhaps the very one to be reported
+        here = None
+    if here is None:
+        print(message, file=sys.stderr)
+        return
+    from .train import launch
+
+    launch.report(message, here)
 
 
 def _run(arguments: list[str]) -> int:
@@ -108,6 +130,8 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"unknown command {command}{close or '; `oktopk --help` lists them'}")
     parsed = parser.parse_args(arguments)
     if parsed.command == "train":
+        from .train import launch
+
         config, explicit = options.build(parsed)
         return launch.run(config, explicit)
     if parsed.command == "recipes":

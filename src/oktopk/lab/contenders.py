@@ -12,12 +12,14 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ..algorithms import Algorithm, algorithm, names
 from ..train.config import Config
 from ..train.errors import UserError
 from ..train.options import did_you_mean
+
+if TYPE_CHECKING:
+    from ..algorithms import Algorithm
 
 BASELINE = "dense"
 """What everything is compared with: DDP as it is, or a plain all_reduce."""
@@ -82,6 +84,8 @@ class Contender:
 
     def algorithm(self, **defaults: Any) -> Algorithm:
         """The library's algorithm; options that were not written have the defaults given."""
+        from ..algorithms import algorithm  # here, not above: help does without torch
+
         if self.name == OWN_DENSE:
             defaults = {}
         return algorithm(_registered(self.name), **{**defaults, **self.options})
@@ -98,6 +102,8 @@ class Contender:
 
 def known() -> list[str]:
     """All names."""
+    from ..algorithms import names
+
     own = [OWN_DENSE if name == BASELINE else name for name in names()]
     return [BASELINE, *HOOKS, *own]
 
@@ -154,6 +160,8 @@ def _owner(name: str) -> type | None:
         return PowerSGD
     if name == BASELINE or name in HOOKS:
         return None
+    from ..algorithms import algorithm
+
     return type(algorithm(_registered(name)))
 
 

@@ -35,14 +35,12 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from . import room
 from .config import Config, flag
-from .errors import UserError
+from .errors import USER_ERROR, UserError, mistake
 from .place import LOCAL, Place, address, meeting_file, place
 
 __all__ = ["Place", "place", "report", "run", "worker"]
 
-USER_ERROR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SECONDS_TO_END = 10
 _SECONDS_TO_MEET = 600
@@ -86,20 +84,9 @@ def worker(config: Config, place: Place, explicit: Collection[str] = ()) -> int:
         if place.launcher != LOCAL or place.size == 1:
             print(_INTERRUPTED, file=sys.stderr)
         _exit(128 + interruption.signal)
-    except UserError as error:
-        _tell(f"oktopk: error: {error}", place, store)
-        _exit(USER_ERROR)
     except Exception as error:
-        if isinstance(error, ImportError) and (message := missing_package(error)):
+        if message := mistake(error):
             _tell(f"oktopk: error: {message}", place, store)
-            _exit(USER_ERROR)
-        if lack := room.shortage(error):
-            _tell(
-                f"oktopk: error: {lack}: use a smaller --width, --depth or --batch-size, or fewer "
-                "workers",
-                place,
-                store,
-            )
             _exit(USER_ERROR)
         _tell(
             f"oktopk: worker {place.rank} failed\n{traceback.format_exc().rstrip()}", place, store
@@ -122,23 +109,8 @@ def choose_device(wanted: str, place: Place) -> torch.device:
     return torch.device("cpu")
 
 
-def missing_package(error: ImportError) -> str:
-    """What to install; nothing if it is no package that is missing, but a fault of our own."""
-    name = (error.name or "").partition(".")[0]
-    if not name or name == "oktopk":
-        return ""
-    return f"the package {name} is missing or broken ({error}): pip install 'oktopk[speech]'"
-
-
-def report(message: str) -> None:
+def report(message: str, here: Place) -> None:
     """Print a line, on one worker only where a launcher started several with the same mistake."""
-    try:
-        here = place()
-    except UserError:  # perhaps the very one to be reported
-        here = None
-    if here is None:
-        print(message, file=sys.stderr)
-        return
     store = None
     with contextlib.suppress(UserError):
         store = _meet(here, _SECONDS_TO_END)

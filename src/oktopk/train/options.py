@@ -23,7 +23,6 @@ from typing import Any, get_args, get_type_hints
 
 from .config import Config, flag
 from .errors import UserError
-from .folder import latest_run
 from .plain import read
 from .recipes import DEFAULT, RECIPES, recipe
 
@@ -155,6 +154,8 @@ def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
     """What a run that is to go on was begun with."""
     folder = given.get("resume", "")
     if folder == "auto":
+        from .folder import latest_run  # needs torch
+
         name = given.get("recipe") or _recipe_for(given)
         folder = given.get("run_dir", "") or latest_run(name) or ""
     path = Path(folder).expanduser() / "config.toml"

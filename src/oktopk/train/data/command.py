@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..errors import UserError
-from . import an4, manifest, spoken
+from ..errors import UserError, printable
 from .cache import cache_dir
 from .extras import need
-from .manifest import Utterance
+
+if TYPE_CHECKING:
+    from .manifest import Utterance
 
 _SHOWN = 10
 
@@ -85,6 +87,8 @@ example:
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; the exit code."""
     need("rich")
+    from . import an4, spoken  # here, not above: help does without torch
+
     if args.corpus == "an4":
         data_dir = args.data_dir or cache_dir()
         _report(an4.prepare(data_dir, download=not args.no_download), speakers=True)
@@ -98,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _rebuild(path: Path, root: Path, output: Path | None) -> int:
     from rich.console import Console
+
+    from . import manifest
 
     rebuilt = manifest.rebuild(path, root)
     console = Console()
@@ -122,7 +128,7 @@ def _rebuild(path: Path, root: Path, output: Path | None) -> int:
         lines.append(f"  and {len(rebuilt.missing) - _SHOWN} more")
     if not rebuilt.utterances:
         lines.append(f"Nothing was found under {root}, so nothing was written.")
-    for line in lines:
+    for line in map(printable, lines):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 1
 
@@ -153,19 +159,21 @@ def _report(paths: tuple[Path, ...], *, speakers: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from . import manifest
+
     table = Table("manifest", box=None, pad_edge=False)
     for column in ("utterances", "length", *(["speakers"] * speakers), "shortest", "longest"):
         table.add_column(column, justify="right")
     for path in paths:
         utterances = manifest.read(path)
         lengths = [utterance.seconds for utterance in utterances]
-        row = [path.name, f"{len(utterances):,}", _length(sum(lengths))]
+        row = [printable(path.name), f"{len(utterances):,}", _length(sum(lengths))]
         if speakers:
             row.append(str(_speakers(utterances)))
         table.add_row(*row, f"{min(lengths):.1f} s", f"{max(lengths):.1f} s")
     console = Console()
     console.print(table)
-    folder = str(paths[0].parent)
+    folder = printable(str(paths[0].parent))
     console.print(f"in {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
