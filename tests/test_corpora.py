@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import http.server
 import io
 import json
@@ -28,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oktopk.train.data import an4, audio, command, features, manifest, phrases, spoken
+from oktopk.train.data.an4_archive import SOURCES, Source
 from oktopk.train.data.cache import cache_dir
 from oktopk.train.data.manifest import Utterance
 from oktopk.train.errors import UserError
@@ -660,6 +663,16 @@ def pack(*members: tuple[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
+def promised(size: int) -> bytes:
+    """An archive whose only member claims this size."""
+    member = tarfile.TarInfo("an4/large")
+    member.size = size
+    return gzip.compress(member.tobuf())
+
+
+PROMISED = promised(1 << 40)
+
+
 @pytest.fixture
 def served() -> Iterator[tuple[str, dict[str, tuple[bytes, int]]]]:
     """An address, and what it serves: content, and the length that is announced."""
@@ -694,13 +707,17 @@ def archived(folder: Path) -> bytes:
 
 
 def test_an4_download(
-    tmp_path: Path, served: tuple[str, dict[str, tuple[bytes, int]]], capfd: Any
+    tmp_path: Path,
+    served: tuple[str, dict[str, tuple[bytes, int]]],
+    capfd: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url, pages = served
     content = archived(small_an4(tmp_path / "original"))
     pages["/an4.tar.gz"] = (content, len(content))
     data_dir = tmp_path / "new" / "data"
-    train, _ = ready(data_dir, download=True, url=url + "an4.tar.gz", progress=True)
+    sources = [Source(url + "an4.tar.gz")]
+    train, _ = ready(data_dir, download=True, sources=sources, progress=True)
     assert [item.text for item in manifest.read(train)] == ["YES", "G O"]
     assert sorted(path.name for path in data_dir.iterdir()) == [
         "an4",
@@ -708,8 +725,66 @@ def test_an4_download(
         "an4_val_manifest.csv",
     ]
     pages.clear()  # not needed again
-    assert ready(data_dir, download=True, url=url + "an4.tar.gz")[0] == train
+    assert ready(data_dir, download=True, sources=sources)[0] == train
     assert capfd.readouterr().out == ""
+    # It cannot be verified, which is said and recorded; so later it can be.
+    right = hashlib.sha256(content).hexdigest()
+    assert "over plain http" in caplog.text
+    assert "cannot be verified: no SHA-256 is published for this archive" in caplog.text
+    assert f"It has {len(content)} bytes and the SHA-256 {right}" in caplog.text
+    assert json.loads((data_dir / "an4" / "oktopk-archive.json").read_text()) == {
+        **{"url": url + "an4.tar.gz", "size": len(content), "sha256": right, "verified": "no"}
+    }
+    assert ready(data_dir, sha256=right.upper())[0] == train
+    with pytest.raises(UserError, match=rf"with the SHA-256 {right}: move it away"):
+        ready(data_dir, sha256="0" * 64)
+    for damage in (b"[" * 100_000, b"[]", b'{"sha256": 3}'):
+        (data_dir / "an4" / "oktopk-archive.json").write_bytes(damage)
+        with pytest.raises(UserError, match="move it away"):
+            ready(data_dir, sha256=right)
+
+
+def test_an4_hashes(
+    tmp_path: Path,
+    served: tuple[str, dict[str, tuple[bytes, int]]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The one that is asked for counts, else the published one; a wrong one is never unpacked."""
+    url, pages = served
+    content = archived(small_an4(tmp_path / "original"))
+    pages["/a"] = pages["/b"] = (content, len(content))
+    right, wrong = hashlib.sha256(content).hexdigest(), "0" * 64
+
+    def verified(name: str, asked: str, *sources: Source) -> str:
+        options = {"download": True, "sources": sources, "sha256": asked}
+        ready(tmp_path / name, **options)
+        record = json.loads((tmp_path / name / "an4" / "oktopk-archive.json").read_text())
+        return str(record["verified"])
+
+    assert verified("published", "", Source(url + "a", right)) == "published"
+    assert verified("asked", right, Source(url + "a", wrong)) == "asked for"
+    assert caplog.text == ""
+    # The next source is only for one that cannot be reached.
+    for asked, source, says in (
+        ("", Source(url + "a", wrong), f"but {wrong} is published for it.*--sha256 {right}`"),
+        (wrong, Source(url + "a", right), f"but {wrong} is asked for"),
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            verified("bad", asked, source, Source(url + "b"))
+        assert "\n" not in str(caught.value)
+        assert list((tmp_path / "bad").iterdir()) == []
+    assert caplog.text == ""
+    gone = Source("http://127.0.0.1:9/gone", right)
+    assert verified("second", "", gone, Source(url + "b")) == "no"
+    assert f"trying {url}b, over plain http, where anybody on the way can change it" in caplog.text
+
+
+def test_an4_sources() -> None:
+    """https before http; and the first one is verified."""
+    kinds = [source.url.partition(":")[0] for source in SOURCES]
+    assert kinds == sorted(kinds, reverse=True)
+    assert kinds[0] == "https"
+    assert len(bytes.fromhex(SOURCES[0].sha256)) == 32
 
 
 @pytest.mark.parametrize(
@@ -719,12 +794,17 @@ def test_an4_download(
         (pack(("../evil", b"x")), 0, "would leave the folder"),
         (pack(("/tmp/evil-oktopk", b"x")), 0, "would leave the folder"),
         (pack(("an4/README", b"x")), 0, "is not AN4"),
+        (pack(("an4/etc/an4_train.fileids", b"")), 0, "is not all of AN4.*transcription cannot"),
+        (PROMISED, 0, "far larger than AN4"),
         (pack(("an4/README", b"x"))[:-12], 0, "cannot be unpacked"),
         (b"<html>moved</html>", 0, "cannot be unpacked"),
         (pack(("an4/README", b"x")), 7, "could not be downloaded.*yourself"),
         (None, 0, "404"),
     ],
-    ids=["up", "above", "absolute", "other", "cut", "page", "interrupted", "missing"],
+    ids=[
+        *("up", "above", "absolute", "other", "partial", "bomb", "cut", "page", "interrupted"),
+        "missing",
+    ],
 )
 def test_an4_bad_downloads_leave_nothing(
     tmp_path: Path,
@@ -738,7 +818,7 @@ def test_an4_bad_downloads_leave_nothing(
         pages["/a"] = (content, len(content) + missing)
     data_dir = tmp_path / "data"
     with pytest.raises(UserError, match=problem) as caught:
-        ready(data_dir, download=True, url=url + "a")
+        ready(data_dir, download=True, sources=[Source(url + "a")])
     assert "\n" not in str(caught.value)
     assert list(tmp_path.rglob("*")) == [data_dir]
     assert not Path("/tmp/evil-oktopk").exists()
@@ -755,7 +835,7 @@ def test_an4_refuses_links_out_of_the_archive(
     url, pages = served
     pages["/a"] = (buffer.getvalue(), len(buffer.getvalue()))
     with pytest.raises(UserError, match="cannot be unpacked"):
-        ready(tmp_path / "data", download=True, url=url + "a")
+        ready(tmp_path / "data", download=True, sources=[Source(url + "a")])
     assert list((tmp_path / "data").iterdir()) == []
 
 
@@ -763,15 +843,15 @@ def test_an4_offline(tmp_path: Path, served: tuple[str, dict[str, tuple[bytes, i
     with pytest.raises(UserError, match="name its folder, or allow the download"):
         ready(tmp_path)
     with pytest.raises(UserError, match=r"refused.*corpus `spoken`"):
-        ready(tmp_path, download=True, url="http://127.0.0.1:1/a")
+        ready(tmp_path, download=True, sources=[Source("http://127.0.0.1:1/a")])
     with pytest.raises(UserError, match="could not be downloaded"):
-        ready(tmp_path, download=True, url="no address")
+        ready(tmp_path, download=True, sources=[Source("no address")])
     url, pages = served
     content = archived(small_an4(tmp_path / "original"))
     pages["/a"] = (content, len(content))
     (tmp_path / "an4" / "mine").mkdir(parents=True)
     with pytest.raises(UserError, match="move away what is there"):
-        ready(tmp_path, download=True, url=url + "a")
+        ready(tmp_path, download=True, sources=[Source(url + "a")])
     assert (tmp_path / "an4" / "mine").is_dir()
 
 
@@ -885,6 +965,11 @@ def test_command_an4(
     assert " ".join(rows[1]) == "an4_train_manifest.csv 948 42.4 min 74 0.7 s 6.4 s"
     with pytest.raises(UserError):
         run("an4", "--data-dir", str(tmp_path / "nowhere"), "--no-download")
+    with pytest.raises(UserError, match="a SHA-256 that nobody recorded"):
+        run("an4", "--data-dir", str(tmp_path), "--sha256", "A" * 64)
+    with pytest.raises(SystemExit):
+        run("an4", "--data-dir", str(tmp_path), "--sha256", "A" * 63)
+    assert f"'{'A' * 63}' is no SHA-256" in capsys.readouterr().err
 
 
 def test_command_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

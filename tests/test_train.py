@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from launch import Warm
 from oktopk.train.config import Config, flag
 from oktopk.train.data import spoken
+from oktopk.train.data.an4_archive import Source
 from oktopk.train.errors import UserError
 from oktopk.train.folder import read_metrics
 from oktopk.train.optimizers import learning_rate
@@ -270,7 +271,8 @@ def test_bad_values(
 ) -> None:
     if values.get("dataset") == "an4":  # so that nothing is downloaded
         values = values | {"data_dir": str(tmp_path / "nowhere")}
-        monkeypatch.setattr("oktopk.train.data.an4.URL", "http://127.0.0.1:9/an4.tar.gz")
+        nowhere = (Source("http://127.0.0.1:9/an4.tar.gz"),)
+        monkeypatch.setattr("oktopk.train.data.an4.SOURCES", nowhere)
     with pytest.raises(UserError, match=problem):
         Trainer(tiny(corpus, tmp_path / "run", **values))
 

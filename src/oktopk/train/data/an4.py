@@ -6,28 +6,27 @@ The corpus is read as Carnegie Mellon distributes it:
     an4/etc/an4_train.transcription    <s> YES </s> (an251-fash-b)
     an4/etc/an4_test.*                 the same; transcripts without <s> and </s>
     an4/wav/an4_clstk/fash/...         .sph, .raw or .wav
+
+How it is downloaded: an4_archive.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import http.client
+import json
 import os
 import re
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
-import zlib
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ..errors import UserError
-from . import audio, manifest
+from . import an4_archive, audio, manifest
+from .an4_archive import SOURCES, Source
 from .cache import cache_dir
-from .extras import need
 from .manifest import Utterance
 
-URL = "http://www.speech.cs.cmu.edu/databases/an4/an4_sphere.tar.gz"
 EXPECTED = (948, 130)
 """Utterances for training and for testing."""
 MANIFESTS = ("an4_train_manifest.csv", "an4_val_manifest.csv")
@@ -44,7 +43,8 @@ def prepare(
     *,
     download: bool = True,
     progress: bool = True,
-    url: str | None = None,
+    sources: Sequence[Source] | None = None,
+    sha256: str = "",
     expected: tuple[int, int] = EXPECTED,
 ) -> tuple[Path, Path]:
     """Manifests of AN4 for training and for validation.
@@ -54,11 +54,18 @@ def prepare(
     3. Otherwise they are written to `data_dir` or, if that is read-only, to the user's cache.
 
     Any number of processes may do this at the same time.
+
+    Args:
+        sources: instead of `SOURCES`.
+        sha256: of the archive, instead of what was published; also the archive of a corpus that is
+            there must have had it.
     """
     data_dir = Path(data_dir)
     corpus = find(data_dir)
     ready = (data_dir / MANIFESTS[0], data_dir / MANIFESTS[1])
-    if corpus is None and all(map(os.path.isfile, ready)):
+    if sha256 and corpus is not None:
+        an4_archive.check_record(corpus, sha256)
+    if corpus is None and not sha256 and all(map(os.path.isfile, ready)):
         return ready  # manifests of recordings that are elsewhere
     if corpus is None:
         if not download:
@@ -66,19 +73,16 @@ def prepare(
                 f"AN4 is neither {data_dir} nor {data_dir / 'an4'} (there is no "
                 "etc/an4_train.fileids); name its folder, or allow the download"
             )
-        corpus = fetch(data_dir, url or URL, progress=progress)
+        corpus = fetch(
+            data_dir, sources or SOURCES, sha256=sha256, expected=expected, progress=progress
+        )
     identity = hashlib.sha256(os.fsencode(corpus.resolve())).hexdigest()[:12]
     homes = ((data_dir, False), (cache_dir() / f"an4-{identity}", True))
     for home, _ in homes:
         paths = (home / MANIFESTS[0], home / MANIFESTS[1])
         if _fresh(paths, corpus, expected):
             return paths
-    sets = [utterances(corpus, name) for name in _SETS]
-    if (found := (len(sets[0]), len(sets[1]))) != expected:
-        raise UserError(
-            f"{corpus} lists {found[0]} utterances for training and {found[1]} for testing, but "
-            f"AN4 has {expected[0]} and {expected[1]}; fetch the archive again"
-        )
+    sets = _both_sets(corpus, expected)
     problems = []
     for home, absolute in homes:
         try:
@@ -129,15 +133,35 @@ def utterances(corpus: Path, name: str) -> list[Utterance]:
     return result
 
 
-def fetch(data_dir: Path, url: str = URL, *, progress: bool = True) -> Path:
+def _both_sets(corpus: Path, expected: tuple[int, int]) -> list[list[Utterance]]:
+    """All utterances. Names, transcripts and lengths of recordings are checked."""
+    sets = [utterances(corpus, name) for name in _SETS]
+    if (found := (len(sets[0]), len(sets[1]))) != expected:
+        raise UserError(
+            f"{corpus} lists {found[0]} utterances for training and {found[1]} for testing, but "
+            f"AN4 has {expected[0]} and {expected[1]}; fetch the archive again"
+        )
+    return sets
+
+
+def fetch(
+    data_dir: Path,
+    sources: Sequence[Source] = SOURCES,
+    *,
+    sha256: str = "",
+    expected: tuple[int, int] = EXPECTED,
+    progress: bool = True,
+) -> Path:
     """Download the archive and unpack it to `data_dir/an4`; either all of it or nothing is there.
 
-    Members that would leave the folder, and links and devices that could, are refused.
+    An archive without the hash that was published, or asked for, is not unpacked. Members that
+    would leave the folder, and links and devices that could, are refused. What was unpacked must
+    be complete.
     """
     if not hasattr(tarfile, "data_filter"):
         raise UserError(
             "this Python unpacks archives unsafely: use 3.10.12, 3.11.4 or newer, or unpack "
-            f"{url} into {data_dir} yourself"
+            f"{sources[0].url} into {data_dir} yourself"
         )
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -149,20 +173,27 @@ def fetch(data_dir: Path, url: str = URL, *, progress: bool = True) -> Path:
         ) from None
     with temporary as name:
         archive, unpacked = Path(name, "archive"), Path(name, "unpacked")
-        _download(url, archive, data_dir, progress)
+        record = an4_archive.verify(
+            *an4_archive.download(sources, archive, data_dir, progress), sha256
+        )
         try:
-            _unpack(archive, unpacked)
-        except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+            an4_archive.unpack(archive, unpacked)
+        except an4_archive.UNPACKING as error:
             reason = " ".join(str(error).split())
             raise UserError(
-                f"{url} cannot be unpacked ({reason}); try again, or unpack it into {data_dir} "
-                "yourself"
+                f"{record['url']} cannot be unpacked ({reason}); try again, or unpack it into "
+                f"{data_dir} yourself"
             ) from None
         corpus = find(unpacked)
         if corpus is None:
-            raise UserError(f"{url} is not AN4: it has no an4/etc/an4_train.fileids")
+            raise UserError(f"{record['url']} is not AN4: it has no an4/etc/an4_train.fileids")
+        try:
+            _both_sets(corpus, expected)
+        except UserError as error:
+            raise UserError(f"{record['url']} is not all of AN4: {error}") from None
         target = data_dir / "an4"
         try:
+            (corpus / an4_archive.RECORD).write_text(json.dumps(record, indent=2) + "\n")
             os.replace(corpus, target)
         except OSError as error:
             # Another process may have been faster, and its corpus is as good.
@@ -172,54 +203,6 @@ def fetch(data_dir: Path, url: str = URL, *, progress: bool = True) -> Path:
                     "is there"
                 ) from None
     return target
-
-
-def _download(url: str, target: Path, data_dir: Path, progress: bool) -> None:
-    need("rich")
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    bar = Progress(
-        TextColumn("downloading AN4"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        disable=not progress,
-        transient=True,
-    )
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response, target.open("wb") as file, bar:
-            length = response.headers.get("Content-Length")
-            total = int(length) if length else None
-            task = bar.add_task("", total=total)
-            received = 0
-            while chunk := response.read(1 << 16):
-                file.write(chunk)
-                received += len(chunk)
-                bar.update(task, completed=received)
-        if total is not None and received < total:
-            raise OSError(f"the connection ended after {received} of {total} bytes")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if type(error) is urllib.error.URLError else error
-        raise UserError(
-            f"AN4 could not be downloaded from {url}: {reason}; see to the network and try again, "
-            f"or unpack the archive into {data_dir} yourself, or train on the corpus `spoken`, "
-            "which needs no download"
-        ) from None
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as tar:
-        for member in tar.getmembers():
-            path = PurePosixPath(member.name)
-            # The filter would only strip the slash; but nobody means well with such a name.
-            if path.is_absolute() or ".." in path.parts:
-                raise tarfile.TarError(f"{member.name!r} would leave the folder")
-        tar.extractall(folder, filter="data")
-        # The archive's own end comes before gzip's, where its checksum is.
-        while tar.fileobj is not None and tar.fileobj.read(1 << 20):
-            pass
 
 
 def _fresh(paths: tuple[Path, Path], corpus: Path, expected: tuple[int, int]) -> bool:

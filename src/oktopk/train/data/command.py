@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,11 @@ downloads it there, checks that it is complete (948 and 130 utterances), and wri
 an4_train_manifest.csv and an4_val_manifest.csv beside it. If the folder is read-only, the manifests
 go to the user's cache.
 
+The archive comes over https from NVIDIA's mirror and must have the SHA-256 that is published for
+it. If the mirror cannot be reached it comes from Carnegie Mellon, over https or, if there is none,
+over http. No hash of that archive is published, so its own is shown, and it is kept in
+an4/oktopk-archive.json with the address.
+
 example:
   oktopk data an4 --data-dir corpora""",
     )
@@ -38,6 +44,12 @@ example:
     )
     command.add_argument(
         "--no-download", action="store_true", help="fail if AN4 is not there, for machines offline"
+    )
+    command.add_argument(
+        "--sha256",
+        type=_sha256,
+        metavar="HASH",
+        help="take no archive but the one that has it (default: what is published)",
     )
 
     command = _command(
@@ -91,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.corpus == "an4":
         data_dir = args.data_dir or cache_dir()
-        _report(an4.prepare(data_dir, download=not args.no_download), speakers=True)
+        paths = an4.prepare(data_dir, download=not args.no_download, sha256=args.sha256 or "")
+        _report(paths, speakers=True)
         return 0
     if args.corpus == "spoken":
         paths = spoken.prepare(args.data_dir, train=args.train, validation=args.validation)
@@ -138,6 +151,12 @@ def _keep(path: Path) -> None:
     kept = path.with_name(f"{path.name}.old")
     with suppress(FileExistsError), kept.open("xb") as copy:
         copy.write(path.read_bytes())
+
+
+def _sha256(text: str) -> str:
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no SHA-256, which has 64 digits of 0-9, a-f")
+    return text.lower()
 
 
 def _command(
