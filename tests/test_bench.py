@@ -133,7 +133,7 @@ def test_a_wrong_spec_is_told_with_the_fix(spec: str, says: str) -> None:
         ("--json {folder}.svg --append", "Is a directory"),
         (f"--json {'x' * 300}", "cannot be written (File name too long"),
         (f"--json {'x' * 300} --append", "cannot be written (File name too long"),
-        ("--json /dev/zero --append", "it is a device, not a file"),
+        ("--json /dev/zero --append", "it is a device that has no end"),
         ("--report-only", "needs --json"),
         ("--append", "needs --json"),
         ("--report-only --json missing.json", "No such file"),

@@ -1009,5 +1009,10 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OKTOPK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/common")
     assert cache_dir() == Path("/common/oktopk")
+    for bad, says in (("~nobody-at-all", "no such home"), ("/a\udcff", r"/a\\xff is not UTF-8")):
+        monkeypatch.setenv("OKTOPK_CACHE", bad)
+        with pytest.raises(UserError, match=says):
+            cache_dir()
+    monkeypatch.delenv("OKTOPK_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "oktopk"

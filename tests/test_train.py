@@ -259,6 +259,10 @@ def test_real_corpora(tmp_path: Path, name: str, samples: int) -> None:
         ({"dataset": "an4", "data_dir": "nowhere"}, "AN4|an4"),
         ({"resume": "nowhere", "run_dir": ""}, "no run with a checkpoint"),
         ({"pretrain": "nowhere.pt"}, "no such file"),
+        ({"pretrain": "/dev/null"}, "it is no file that torch.save wrote"),
+        ({"pretrain": "~nobody-at-all/a"}, "~nobody-at-all/a: there is no such home"),
+        ({"run_dir": "~nobody-at-all/a"}, "there is no such home"),
+        ({"train_manifest": "~nobody-at-all/a"}, "there is no such home"),
         ({"width": 1_000_000}, "--width 1000000 and --depth 1 make 8,0.* 1 worker"),
     ],
 )
@@ -325,7 +329,8 @@ def test_learning_rates() -> None:
         ({"threads": 10**30}, "--threads"),
         ({"seed": 1 << 40}, "--seed"),
         ({"bucket_mb": 1e300}, "--bucket-mb"),
-        ({"data_dir": "a\0b"}, "--data-dir is .*zero byte"),
+        ({"data_dir": "a\0b"}, r"--data-dir is a\\x00b, but must be text in UTF-8"),
+        ({"run_dir": "a\udcffb"}, r"--run-dir is a\\xffb, but must be text in UTF-8"),
     ],
 )
 def test_bad_configurations(values: dict[str, Any], problem: str) -> None:

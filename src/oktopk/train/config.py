@@ -163,8 +163,8 @@ class Config:
         for name, value in self.as_dict().items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{flag(name)} is {value}, but must be a finite number")
-            if isinstance(value, str) and "\0" in value:
-                raise UserError(f"{flag(name)} is {value!r}, but no name can have a zero byte")
+            if isinstance(value, str) and ("\0" in value or _broken(value)):
+                raise UserError(f"{flag(name)} is {value}, but must be text in UTF-8: rename it")
             if name in _ABOVE_ZERO and not value > 0:
                 raise UserError(
                     f"{flag(name)} is {value}, but must be above 0: the default is "
@@ -243,6 +243,11 @@ _MOST: dict[str, float] = {
     "seed": (1 << 40) - 1,
     "bucket_mb": 1 << 20,
 }
+
+
+def _broken(text: str) -> bool:
+    """Neither TOML nor torch take names that are not UTF-8."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def flag(name: str) -> str:

@@ -38,6 +38,7 @@ from .plain import build, parse, read
 from .records import EpochRecord, Example, Outcome, Plan, StepRecord
 
 METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
 CHECKPOINT = "checkpoint"
 log = logging.getLogger("oktopk")
 
@@ -72,6 +73,7 @@ class RunFolder:
     def started(self, plan: Plan) -> None:
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            self._check_names()
             metrics = self.path / METRICS
             if self._resume_step is not None:
                 if self._resume_step == 0 and metrics.exists():
@@ -96,6 +98,15 @@ class RunFolder:
         )
         if self._wants_tensorboard:
             self._open_tensorboard()
+
+    def _check_names(self) -> None:
+        """Find out before training what could not be written after it."""
+        summary, checkpoint = self.path / SUMMARY, self.path / CHECKPOINT
+        if summary.is_dir() or (checkpoint.exists() and not checkpoint.is_dir()):
+            raise UserError(
+                f"{self.path} has a folder {SUMMARY} or a file {CHECKPOINT}, which a run writes as "
+                "a file and a folder: move it away, or name another folder with --run-dir"
+            )
 
     def stepped(self, record: StepRecord) -> None:
         self._record("step", record)
@@ -135,7 +146,7 @@ class RunFolder:
         for bucket, timing in zip(summary["buckets"], outcome.buckets, strict=True):
             bucket["total"] = timing.total
         with _writing(self.path):
-            _replace(self.path / "summary.json", _json(summary))
+            _replace(self.path / SUMMARY, _json(summary))
         self._log.note(
             f"finished after {plural(outcome.steps, 'step')}, {outcome.sparse_steps} of them "
             f"sparse, in {duration(outcome.seconds)}"

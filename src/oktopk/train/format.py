@@ -6,8 +6,6 @@ import json
 import math
 from collections.abc import Mapping
 
-from .errors import UserError
-
 NOTHING = "-"
 """Stands where there is no number."""
 
@@ -79,19 +77,13 @@ def plural(value: int, noun: str) -> str:
 
 def toml(values: Mapping[str, str | int | float | bool]) -> str:
     """Flat values as a TOML document. Names must be letters, digits, - and _."""
-    return "".join(f"{name} = {_toml_value(name, value)}\n" for name, value in values.items())
+    return "".join(f"{name} = {_toml_value(value)}\n" for name, value in values.items())
 
 
-def _toml_value(name: str, value: str | int | float | bool) -> str:
+def _toml_value(value: str | int | float | bool) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)  # also 1e-05, inf and nan are as TOML has them
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{name} is {value!r}, which is no valid text: rename the file or folder in UTF-8"
-        ) from None
     # JSON escapes as TOML does, but leaves DEL as it is, which TOML forbids.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from .config import Config, flag
+from .data.cache import expanded
 from .errors import UserError
 from .plain import read
 from .recipes import DEFAULT, RECIPES, recipe
@@ -158,7 +159,7 @@ def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
 
         name = given.get("recipe") or _recipe_for(given)
         folder = given.get("run_dir", "") or latest_run(name) or ""
-    path = Path(folder).expanduser() / "config.toml"
+    path = expanded(str(folder)) / "config.toml"
     return read_toml(str(path)) if folder and os.path.exists(path) else {}
 
 

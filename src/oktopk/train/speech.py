@@ -16,7 +16,7 @@ from . import room
 from .config import Config
 from .data import an4, manifest, spoken
 from .data.batches import Batch, Order, collate, prefetched
-from .data.cache import cache_dir
+from .data.cache import cache_dir, expanded
 from .data.features import BINS, Corpus, open_corpus
 from .errors import UserError
 from .format import byte_size, count, plural
@@ -189,10 +189,9 @@ def corpora(config: Config, progress: bool) -> tuple[Corpus, Corpus]:
 
 
 def _manifests(config: Config, progress: bool) -> tuple[Path, Path]:
-    folder = Path(config.data_dir).expanduser() if config.data_dir else None
+    folder = expanded(config.data_dir) if config.data_dir else None
     if config.dataset == "manifest":
-        paths = (config.train_manifest, config.val_manifest)
-        return Path(paths[0]).expanduser(), Path(paths[1]).expanduser()
+        return expanded(config.train_manifest), expanded(config.val_manifest)
     if config.dataset == "spoken":
         return spoken.prepare(folder, progress=progress)
     return an4.prepare(folder or cache_dir(), progress=progress)

@@ -27,6 +27,7 @@ from ..stats import StepStats
 from ..transport import NonFiniteGradientError
 from .config import Config
 from .data.batches import Batch
+from .data.cache import expanded
 from .errors import UserError
 from .folder import CHECKPOINT, RunFolder, latest_run, new_run_folder, previous_epochs
 from .meters import PARTS, Sums, Watch, memory
@@ -292,7 +293,7 @@ class Trainer:
 
     def _take_weights(self, path: str) -> None:
         """Begin with the weights that --pretrain names."""
-        weights = attempt(lambda: read_weights(Path(path).expanduser()))
+        weights = attempt(lambda: read_weights(expanded(path)))
         try:
             self.net.load_state_dict(weights)
         except RuntimeError as error:
@@ -304,7 +305,7 @@ class Trainer:
         config = self.config
         if self.rank:
             return Path(), False
-        given = Path(config.run_dir).expanduser() if config.run_dir else None
+        given = expanded(config.run_dir) if config.run_dir else None
         if config.resume == "auto":
             found = given if given and _has_checkpoint(given) else None
             if not given:
@@ -312,7 +313,7 @@ class Trainer:
             if found:
                 return found, True
         elif config.resume:
-            folder = Path(config.resume).expanduser()
+            folder = expanded(config.resume)
             if given and given != folder:
                 raise UserError(f"--resume {folder} goes on there: leave out --run-dir {given}")
             if not _has_checkpoint(folder):
@@ -442,7 +443,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise UserError(f"--pretrain {path}: there is no such file or folder") from None
     except Exception as error:  # torch.load raises all sorts
-        problem = " ".join(str(error).split())[:200]
+        problem = " ".join(str(error).split())[:200] or "it is no file that torch.save wrote"
         raise UserError(f"--pretrain {path} cannot be read: {problem}") from None
     for key in ("model", "state_dict"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
