@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import schema
 from .algorithms import Algorithm, Dense, State, Step
 from .algorithms.base import Buffers, Momentum, slices
-from .select import Carried
+from .select import TREND_LIMIT, Carried
 from .stats import StepStats
 from .transport import Operation, Transport
 from .wire import Entries
@@ -30,6 +31,19 @@ _RESIDUAL_DTYPE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
+KEPT: dict[str, schema.Check] = {
+    "boundaries": schema.tensor(torch.int64, dims=1),
+    "local_threshold": schema.number(0, finite=False),  # infinity: none yet
+    "local_trend": schema.number(-TREND_LIMIT, TREND_LIMIT),
+    "global_threshold": schema.number(0, finite=False),
+    "global_trend": schema.number(-TREND_LIMIT, TREND_LIMIT),
+    "step": schema.whole(),
+    "sparse_steps": schema.whole(),
+}
+"""What a state has besides tensors of the size of the gradient."""
+FLOATS = schema.tensor(torch.float32, torch.float64)
+"""A residual or a velocity."""
+_STATE = schema.record({"residual": FLOATS, "velocity": FLOATS} | KEPT)
 
 
 class SparseAllreduce:
@@ -364,57 +378,55 @@ class SparseAllreduce:
             "sparse_steps": state.sparse_steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken.
 
         Collective: all ranks load together, each its own state, of the same step; an error on
-        every rank says so if one does not. Boundaries of another number of ranks are left out,
-        and cut anew in the next step.
+        every rank says so if one does not, or if a state is damaged, and nothing has changed then.
+        Boundaries of another number of ranks are left out, and cut anew in the next step.
         """
-        problem, common = self._problem_of(state), ""
-        if not problem:
-            common = ", ".join(
-                f"{key}={state[key]}"
-                for key in ("step", "sparse_steps", "global_threshold", "global_trend")
-            )
-            boundaries = state["boundaries"].tolist()
-            common += f", crc32 of boundaries={zlib.crc32(str(boundaries).encode())}"
+        problem = self._problem_of(state)
+        common = "" if problem else agreed(state)
         with self._transport.together(Operation.LOAD):
             self._transport.agree(problem, common, "load the state of the same step")
+        self.restore(state)
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take a state that fits, and that ranks agree on."""
+        boundaries = state["boundaries"].tolist()
         self._before = None
         self._residual.copy_(state["residual"])
         self._velocity.copy_(state["velocity"])
         self._state = State(
             clean=not bool(self._residual.any()),
-            step=int(state["step"]),
-            sparse_steps=int(state["sparse_steps"]),
+            step=state["step"],
+            sparse_steps=state["sparse_steps"],
             local=Carried(float(state["local_threshold"]), float(state["local_trend"])),
             total=Carried(float(state["global_threshold"]), float(state["global_trend"])),
             boundaries=tuple(boundaries) if len(boundaries) == self._transport.size + 1 else (),
         )
 
-    def _problem_of(self, state: dict[str, Any]) -> str | None:
+    def _problem_of(self, state: Any) -> str | None:
         """Why a state does not fit, and what to do."""
-        expected = self.state_dict().keys()
-        if state.keys() != expected:
-            return (
-                f"this is not the state of a SparseAllreduce: it has {sorted(state)}, but must "
-                f"have {sorted(expected)}"
-            )
-        residual = state["residual"]
+        wrong = _STATE(state)
+        if wrong:
+            return f"this is not the state of a SparseAllreduce: state{wrong}"
+        residual, velocity = state["residual"], state["velocity"]
         if residual.shape != self._residual.shape or residual.dtype != self._residual.dtype:
             return (
                 f"the state's residual has {residual.numel()} elements of {residual.dtype}, this "
                 f"reduction {self.numel} of {self._residual.dtype}: load it into one constructed "
                 "with the same numel and dtype"
             )
-        if state["velocity"].shape != self._velocity.shape:
+        if velocity.shape != self._velocity.shape or velocity.dtype != self._velocity.dtype:
             return (
-                f"the state has a velocity of {state['velocity'].numel()} elements, this reduction "
-                f"one of {self._velocity.numel()}: load it into one constructed with momentum if "
-                "it was saved with it, and without if not"
+                f"the state's velocity has {velocity.numel()} elements of {velocity.dtype}, this "
+                f"reduction's {self._velocity.numel()} of {self._velocity.dtype}: load it into one "
+                "constructed with momentum if it was saved with it, and without if not"
             )
-        return None
+        wrong = contradiction(state, self.numel)
+        return wrong and f"the state is damaged: state{wrong}"
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         if tensor.shape != (self.numel,):
@@ -444,6 +456,22 @@ class _Before:
     state: State
     swapped: bool
     """Whether residual and buffer were exchanged; if not, the residual was all zeros."""
+
+
+def agreed(kept: Mapping[str, Any]) -> str:
+    """What must be the same in the states of all ranks."""
+    numbers = ("step", "sparse_steps", "global_threshold", "global_trend")
+    boundaries = zlib.crc32(str(kept["boundaries"].tolist()).encode())
+    listed = ", ".join(f"{name}={kept[name]}" for name in numbers)
+    return f"{listed}, crc32 of boundaries={boundaries}"
+
+
+def contradiction(kept: Mapping[str, Any], numel: int, ranks: int | None = None) -> str | None:
+    """What is wrong with a state for so many elements, though each part alone may be right."""
+    if kept["sparse_steps"] > kept["step"]:
+        return f'["sparse_steps"] is {kept["sparse_steps"]}, but of {kept["step"]} steps in all'
+    wrong = schema.regions(numel, ranks)(kept["boundaries"])
+    return wrong and f'["boundaries"]{wrong}'
 
 
 def _problem(

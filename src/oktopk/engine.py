@@ -455,8 +455,7 @@ class AllReducer:
         """
 
         def put() -> None:
-            now = state.upgraded(saved if isinstance(saved, Mapping) else {})
-            state.unpack(now, self._buckets, self._algorithm, self._transport, strict)
+            now = state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
             self.notes, self._probe = copy.deepcopy(now["notes"]), None
             self._squares.clear()
             interval = self.square_interval or now["moments"].get("interval")

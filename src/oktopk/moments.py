@@ -14,8 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import schema
 from .buckets import Bucket, Slot
 from .transport import Transport
+
+MOMENTS = schema.record(
+    {
+        "interval": schema.whole(1),
+        "steps": schema.whole(),
+        "turns": schema.whole(),
+        "used": schema.entries(schema.whole()),
+        "totals": schema.entries(schema.number(0)),
+        "discards": schema.flag,
+    }
+)
+"""What `Moments.state_dict` returns."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +136,7 @@ class Moments:
 
     def _set(self, counters: Mapping[str, Any]) -> None:
         self._steps, self._turns = counters["steps"], counters["turns"]
-        self._used |= {name: n for name, n in counters["used"].items() if name in self._used}
-        self.totals = dict(counters["totals"])
+        self._used, self.totals = dict(counters["used"]), dict(counters["totals"])
 
     def _share_totals(self) -> None:
         parts = list(self._parts())
@@ -183,13 +195,18 @@ class Moments:
         return {slot.name: slot.shaped(part).clone() for slot, part in self._parts()}
 
     def load(self, saved: Mapping[str, Any], squares: Mapping[str, Tensor]) -> None:
-        """Continue where a state was taken: once, before anything else."""
+        """Continue where a state was taken: once, before anything else.
+
+        A state of other parameters, or of other shapes, is of no use: all begins anew.
+        """
+        parameters = {slot.name: slot.size for bucket in self._buckets for slot in bucket.slots}
+        shapes = {name: kept.shape for name, kept in squares.items()}
+        if saved["used"].keys() != parameters.keys() or shapes not in ({}, parameters):
+            return
         self._set(saved)
-        if saved.get("discards"):  # states of older versions do not have it
+        if saved["discards"]:
             self._spare = self._zeros()
         if squares:
             self._sums = self._zeros()
             for slot, part in self._parts():
-                kept = squares.get(slot.name)
-                if kept is not None and kept.shape == slot.size:
-                    slot.shaped(part).copy_(kept)
+                slot.shaped(part).copy_(squares[slot.name])

@@ -25,6 +25,8 @@ _SHORT = 0.05
 """Exponent that lowers a threshold which selected fewer than it aimed at."""
 _TREND = 0.7
 """Weight of the newest observation in a threshold's trend."""
+TREND_LIMIT = 0.5
+"""Largest trend, either way."""
 
 _LEADING_BITS = 13
 """Exponent and five more: bins of a 32nd of an octave, few enough for the nearest cache."""
@@ -55,7 +57,7 @@ class Carried:
 
 def _limited(change: float) -> float:
     """One leap must not lead the forecast astray for long."""
-    return max(-0.5, min(0.5, change))
+    return max(-TREND_LIMIT, min(TREND_LIMIT, change))
 
 
 def aim(k: int, numel: int) -> int:

@@ -7,17 +7,22 @@ model in other buckets, with another memory format, or on another number of rank
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import schema
 from .algorithms import Algorithm
+from .allreduce import FLOATS, KEPT, agreed, contradiction
 from .buckets import Bucket
+from .moments import MOMENTS
 from .transport import Transport
 
 log = logging.getLogger("oktopk")
@@ -25,20 +30,31 @@ log = logging.getLogger("oktopk")
 _FORMAT = 2
 TENSORS = ("residual", "velocity", "squares")
 """What is kept by parameter, and is a mean over ranks for another number of them."""
-_KEYS = {
-    "format",
-    "rank",
-    "size",
-    "step",
-    "algorithm",
-    "momentum",
-    "residual",
-    "velocity",
-    "squares",
-    "moments",
-    "notes",
-    "buckets",
+_NOTES: dict[str, schema.Check] = {
+    "known": schema.entries(schema.flag),
+    "ratio": schema.entries(schema.number(0, finite=False)),
+    "clipping": schema.several(schema.number(0), length=2),
+    "optimized": schema.flag,
 }
+"""What is noted of optimizers; further notes may be anything plain."""
+_STATE = schema.record(
+    {
+        "format": schema.whole(_FORMAT, _FORMAT),
+        "rank": schema.whole(),
+        "size": schema.whole(1),
+        "step": schema.whole(),
+        "algorithm": schema.record({}, others=schema.plain),
+        "momentum": schema.number(0, 1),
+        "residual": schema.entries(FLOATS),
+        "velocity": schema.entries(FLOATS),
+        "squares": schema.entries(schema.tensor(torch.float32, least=0)),
+        "moments": schema.empty_or(MOMENTS),
+        "notes": schema.record(_NOTES, others=schema.plain),
+        "buckets": schema.several(
+            schema.record(KEPT | {"parameters": schema.several(schema.text)}),
+        ),
+    }
+)
 _CHUNK = 1 << 20
 
 
@@ -71,43 +87,120 @@ def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) 
     }
 
 
-def upgraded(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as this version writes it. Format 1 knew nothing of squares."""
-    new = {"format": _FORMAT, "squares": {}, "moments": {}, "notes": {}}
-    return dict(saved) | (new if saved.get("format") == 1 else {})
+def upgraded(saved: Any) -> Any:
+    """A state as this version writes it. Format 1 knew nothing of squares, and the first states of
+    format 2 nothing of discarded steps."""
+    if not isinstance(saved, Mapping):
+        return saved
+    state = dict(saved)
+    if type(state.get("format")) is int and state["format"] == 1:
+        state |= {"format": _FORMAT, "squares": {}, "moments": {}, "notes": {}}
+    moments = state.get("moments")
+    if isinstance(moments, Mapping) and moments:
+        state["moments"] = {"discards": False, **moments}
+    return state
+
+
+def problem_of(state: Any) -> str | None:
+    """Why this, upgraded, is not the state of any rank of any model."""
+    format = state.get("format") if isinstance(state, Mapping) else None
+    if type(format) is int and format > _FORMAT:
+        return f"the state has format {format}, this version of oktopk reads 1 and {_FORMAT}"
+    wrong = _STATE(state)
+    if wrong:
+        return f"this is not the state of a compressed model: state{wrong}"
+    wrong = next(_contradictions(state), None)
+    return wrong and f"the state is damaged: state{wrong}"
+
+
+def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
+    """Parts of a state that are right as such, but do not go together."""
+    if state["rank"] >= state["size"]:
+        yield f'["rank"] is {state["rank"]}, but ranks are below {state["size"]}'
+    shapes = _shapes(state["residual"])
+    if _shapes(state["velocity"]) != (shapes if state["momentum"] else {}):
+        yield f'["velocity"] has other parameters than momentum={state["momentum"]} needs'
+    used, totals = (state["moments"].get(name, {}).keys() for name in ("used", "totals"))
+    begun = state["squares"] or state["moments"].get("steps")
+    if begun and _shapes(state["squares"]) != {name: shapes.get(name) for name in used}:
+        yield '["squares"] has other parameters than state["moments"] and state["residual"]'
+    if totals and totals != used:
+        yield '["moments"]["totals"] has other parameters than state["moments"]["used"]'
+    named = [name for bucket in state["buckets"] for name in bucket["parameters"]]
+    if sorted(named) != sorted(shapes):
+        yield '["buckets"] has other parameters than state["residual"]'
+        return
+    for index, bucket in enumerate(state["buckets"]):
+        numel = sum(shapes[name].numel() for name in bucket["parameters"])
+        wrong = contradiction(bucket, numel, state["size"])
+        if bucket["step"] != state["step"]:
+            wrong = f'["step"] is {bucket["step"]}, but the state is of step {state["step"]}'
+        if wrong:
+            yield f'["buckets"][{index}]{wrong}'
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def unpack(
-    saved: Mapping[str, Any],
+    saved: Any,
     buckets: Sequence[Bucket],
     algorithm: Algorithm,
     transport: Transport,
     strict: bool,
-) -> None:
-    """Put the state of one rank in its place; all ranks fail together, before anything changed."""
-    problem, differences = _problem(saved, transport), []
+) -> dict[str, Any]:
+    """Put the state of one rank in its place; all ranks fail together, before anything changed.
+
+    Returns the state as this version writes it.
+    """
+    state, differences = upgraded(saved), []
+    problem = problem_of(state) or _misplaced(state, transport)
     if not problem:
-        differences = _differences(saved, buckets, algorithm)
+        differences = _differences(state, buckets, algorithm)
         if differences and strict:
             problem = "; ".join(differences) + ". To take what fits, load with strict=False"
-    common = "" if problem else f"step {saved['step']}, {saved['algorithm']}, strict={strict}"
+    kept = [] if problem else [_kept(bucket, state, algorithm) for bucket in buckets]
+    common = "" if problem else _common(state, kept, strict)
     transport.agree(problem, common, "load the checkpoint of the same step")
     for difference in differences:
         log.warning("checkpoint: %s; the rest is taken", difference)
-    thresholds = {tuple(own["parameters"]): own for own in saved["buckets"]}
-    if _changed(saved["algorithm"], algorithm):
-        thresholds = {}
-    for bucket in buckets:
-        own = bucket.reduce.state_dict()
-        for name in ("residual", "velocity"):
-            if own[name].numel():
-                own[name].zero_()
-                for slot, piece in bucket.pieces(own[name]):
-                    if _fits(saved[name].get(slot.name), piece):
-                        piece.copy_(saved[name][slot.name])
-        names = tuple(slot.name for slot in bucket.slots)
-        kept = {k: v for k, v in thresholds.get(names, _fresh(saved)).items() if k != "parameters"}
-        bucket.reduce.load_state_dict(own | kept)
+    for bucket, thresholds in zip(buckets, kept, strict=True):
+        bucket.reduce.restore(_tensors(bucket, state) | thresholds)
+    return dict(state)
+
+
+def _common(state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]], strict: bool) -> str:
+    """What must be the same on all ranks."""
+    thresholds = zlib.crc32("; ".join(map(agreed, kept)).encode())
+    moments = zlib.crc32(json.dumps(state["moments"], sort_keys=True).encode())
+    return (
+        f"step {state['step']}, {state['algorithm']}, strict={strict}, crc32 of thresholds="
+        f"{thresholds}, of moments={moments}"
+    )
+
+
+def _kept(bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """Thresholds and regions of a bucket, if they are for the same elements and algorithm."""
+    mine = [(slot.name, slot.size) for slot in bucket.slots]
+    for saved in () if _changed(state["algorithm"], algorithm) else state["buckets"]:
+        if [(name, state["residual"][name].shape) for name in saved["parameters"]] == mine:
+            return {name: saved[name] for name in KEPT}
+    return _fresh(state)
+
+
+@torch.no_grad()
+def _tensors(bucket: Bucket, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Residual and velocity of a bucket; zeros for a parameter of which the state has none."""
+    own = bucket.reduce.state_dict()
+    for name in ("residual", "velocity"):
+        if own[name].numel():
+            own[name].zero_()
+            for slot, piece in bucket.pieces(own[name]):
+                kept = state[name].get(slot.name)
+                if kept is not None and kept.shape == piece.shape:
+                    piece.copy_(kept)
+    return own
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -132,7 +225,8 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
                 means[key] = means[key].add_(part) if key in means else part
         return means
 
-    changed = {"rank": rank, "size": size, "buckets": []}
+    buckets = [{**old, **_fresh(states[0])} for old in states[0]["buckets"]]
+    changed = {"rank": rank, "size": size, "buckets": buckets}
     return dict(states[0]) | changed | {name: mean(name) for name in TENSORS}
 
 
@@ -177,24 +271,19 @@ def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _problem(saved: Mapping[str, Any], transport: Transport) -> str | None:
-    """Why a state cannot be loaded at all."""
-    if set(saved) != _KEYS:
+def _misplaced(state: Mapping[str, Any], transport: Transport) -> str | None:
+    """Why a state is not for this rank."""
+    if state["size"] != transport.size:
         return (
-            f"this is not the state of a compressed model: it has {sorted(saved)}, but must have "
-            f"{sorted(_KEYS)}"
-        )
-    if saved["format"] != _FORMAT:
-        return f"the state has format {saved['format']}, this version of oktopk reads 1 and 2"
-    if saved["size"] != transport.size:
-        return (
-            f"the state was saved by {saved['size']} ranks, here are {transport.size}: load it "
+            f"the state was saved by {state['size']} ranks, here are {transport.size}: load it "
             "with oktopk.checkpoint.load, which redistributes residuals"
         )
-    if saved["rank"] != transport.rank:
+    if state["rank"] != transport.rank:
         return (
-            f"this is the state of rank {saved['rank']}, loaded on rank {transport.rank}: "
-            "residuals differ on every rank, so each must save and load its own"
+            f"this is the state of rank {state['rank']}, loaded on rank {transport.rank}: "
+            "residuals differ on every rank, so each must save and load its own, as "
+            "oktopk.checkpoint does. (Accelerate's register_for_checkpointing saves the main "
+            "process's only: use oktopk.integrations.accelerate.checkpoint_with instead)"
         )
     return None
 
@@ -205,7 +294,7 @@ def _differences(
     """What a state was saved with that is not so here."""
     found = []
     here = {slot.name: slot.size for bucket in buckets for slot in bucket.slots}
-    there = {name: residual.shape for name, residual in saved["residual"].items()}
+    there = _shapes(saved["residual"])
     for what, names in (("not in this model", there.keys() - here), ("new", here.keys() - there)):
         if names:
             listed = ", ".join(sorted(names)[:5])
@@ -216,6 +305,9 @@ def _differences(
         shapes = f"{tuple(there[name])} in the state, {tuple(here[name])} here"
         found.append(f"another model: {len(other)} parameters have another shape ({name}: {shapes}")
         found[-1] += ")"
+    types = _other_types(saved, buckets)
+    if types:
+        found.append(f"another model: {len(types)} parameters have another type ({types[0]})")
     changed = _changed(saved["algorithm"], algorithm)
     if changed:
         found.append(f"another algorithm ({', '.join(changed)})")
@@ -225,8 +317,16 @@ def _differences(
     return found
 
 
-def _fits(saved: Tensor | None, piece: Tensor) -> bool:
-    return saved is not None and saved.shape == piece.shape
+def _other_types(saved: Mapping[str, Any], buckets: Sequence[Bucket]) -> list[str]:
+    """Residuals and velocities of another type than here."""
+    return [
+        f"{slot.name}: {saved[kind][slot.name].dtype} in the state, {bucket.reduce.residual.dtype} "
+        "here"
+        for bucket in buckets
+        for slot in bucket.slots
+        for kind in ("residual", "velocity")
+        if slot.name in saved[kind] and saved[kind][slot.name].dtype != bucket.reduce.residual.dtype
+    ]
 
 
 def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
