@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import contextlib
 import functools
 import json
 import os
 import shutil
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +142,7 @@ def test_redistribution_conserves(old: int, new: int, seed: int) -> None:
             "residual": {"w": torch.randn(7, generator=random, dtype=torch.float64)},
             "velocity": {},
             "squares": {},
+            "buckets": [],
         }
         for rank in range(old)
     ]
@@ -172,7 +179,7 @@ def test_files_load_safely_and_old_data_go(ranks: Ranks, tmp_path: Path) -> None
         ("cut", "rank-1.pt is damaged"),
         ("flip", "rank-1.pt is damaged"),
         ("manifest", "there is no checkpoint in"),
-        ("garbage", "cannot be read as a manifest"),
+        ("garbage", "manifest.json is damaged, it cannot be read as JSON"),
         ("format", "has format 99"),
     ],
 )
@@ -297,6 +304,159 @@ def alone(width: int = 100) -> oktopk.DistributedOptimizer:
     return oktopk.DistributedOptimizer(optimizer, model.named_parameters(), OKTOPK)
 
 
+ARGS = argparse.Namespace(lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"shared": {"args": ARGS}}, 'shared["args"] is an object of type argparse.Namespace'),
+        ({"shared": ARGS}, "shared is an object of type argparse.Namespace"),
+        ({"own": [1, {"x": (ARGS,)}]}, 'own[1]["x"][0] is an object of type argparse.Namespace'),
+        ({"shared": {int: 1}}, "a key of shared is an object of type builtins.type"),
+        ({"own": {"log": sys.stdin}}, 'own["log"] is an object of type'),
+    ],
+)
+def test_an_object_that_cannot_be_saved_is_named(
+    tmp_path: Path, content: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(OSError, match="the checkpoint was not written") as error:
+        oktopk.checkpoint.save(tmp_path / "run" / "checkpoint", alone(), **content)
+    assert said in str(error.value)
+    assert "save vars(args) instead" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_torch_loads_safely_is_saved(tmp_path: Path) -> None:
+    shared = {"size": torch.Size([2]), "type": torch.bool, "names": collections.OrderedDict(a={1})}
+    oktopk.checkpoint.save(tmp_path, alone(), shared=shared)
+    assert oktopk.checkpoint.read_shared(tmp_path) == shared
+
+
+def test_the_checkpoint_of_another_model_is_not_replaced(tmp_path: Path) -> None:
+    first, second = alone(100), alone(101)
+    oktopk.checkpoint.save(tmp_path, first)
+    with pytest.raises(ValueError, match=r"a checkpoint of another model.*a folder of its own"):
+        oktopk.checkpoint.save(tmp_path, second)
+    oktopk.checkpoint.load(tmp_path, first)
+    oktopk.checkpoint.save(tmp_path, second, any_model=True)
+    oktopk.checkpoint.load(tmp_path, second)
+    edited(tmp_path, {})  # one of format 1 may be of any model
+    oktopk.checkpoint.save(tmp_path, first)
+
+
+def test_new_folders_are_on_disk_before_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a" / "b"
+    synced, before = set(), set()
+    fsync, replace = os.fsync, os.replace
+
+    def note(file: int) -> None:
+        synced.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    def look(*paths: Any) -> None:
+        before.update(synced)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "replace", look)
+    oktopk.checkpoint.save(folder, alone())
+    [data] = folder.glob("data-*")
+    for path in (tmp_path, tmp_path / "a", folder, data, *data.iterdir()):
+        assert path.stat().st_ino in before, path
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, folder = alone(), tmp_path / "run"
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match=r"was not written.*no room"):
+        oktopk.checkpoint.save(folder, handle)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "replace", replace)
+    oktopk.checkpoint.save(folder, handle)
+    names = sorted(folder.iterdir())
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="an earlier one is as it was"):
+        oktopk.checkpoint.save(folder, handle)
+    assert sorted(folder.iterdir()) == names
+    oktopk.checkpoint.load(folder, handle)
+
+
+def test_a_manifest_that_is_perhaps_not_on_disk_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, fsync = alone(), os.fsync
+
+    def fail(file: int) -> None:
+        if (tmp_path / "manifest.json").exists():
+            raise OSError("the disk is gone")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="is in its place, but perhaps not on disk"):
+        oktopk.checkpoint.save(tmp_path, handle, shared="kept")
+    assert oktopk.checkpoint.load(tmp_path, handle).shared == "kept"
+
+
+@contextlib.contextmanager
+def inside(folder: Path, patience: float) -> Iterator[None]:
+    """What a relative path means is this process's own, as a disk of its own would be."""
+    folder.mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with mock.patch.object(oktopk.disk, "_VISIBLE_WITHIN", patience):
+            yield
+    finally:
+        os.chdir(before)
+
+
+def save_on_own_disk(rank: Rank, disks: Path) -> str:
+    _, handle = attached(rank, OKTOPK)
+    with (
+        inside(disks / str(rank.rank), patience=0.2),
+        pytest.raises(OSError, match="file system that all ranks share") as error,
+    ):
+        oktopk.checkpoint.save("run/checkpoint", handle)
+    return str(error.value)
+
+
+def test_disks_of_their_own_are_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.run(3, save_on_own_disk, tmp_path):
+        assert 'rank 0 does not see "rank-1.pt", "rank-2.pt" in run/checkpoint/data-0-' in error
+    assert [list(disk.iterdir()) for disk in tmp_path.iterdir()] == [[]] * 3
+
+
+def save_late(rank: Rank, disks: Path) -> None:
+    """Rank 0 sees the other's file later than it was written."""
+    _, handle = attached(rank, OKTOPK)
+    with inside(disks / str(rank.rank), patience=30.0):
+
+        def bring() -> None:
+            while not (found := list(disks.glob("1/run/data-*/rank-1.pt"))):
+                time.sleep(0.01)
+            time.sleep(0.3)
+            shutil.copy(found[0], disks / "0" / found[0].relative_to(disks / "1"))
+
+        if rank.rank == 0:
+            threading.Thread(target=bring).start()
+        oktopk.checkpoint.save("run", handle)
+
+
+def test_files_that_are_seen_late_are_waited_for(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, save_late, tmp_path)
+    ranks.run(2, loaded, str(tmp_path / "0" / "run"), True, OKTOPK, None, 0.0)
+
+
 def test_only_data_of_earlier_saves_are_removed(tmp_path: Path) -> None:
     handle = alone()
     (tmp_path / "data-wikitext-2").mkdir()
@@ -310,25 +470,66 @@ def test_only_data_of_earlier_saves_are_removed(tmp_path: Path) -> None:
     assert oktopk.checkpoint.load(tmp_path, handle).step == 0
 
 
-@pytest.mark.parametrize("data", ["../elsewhere", "/etc", "data-1-xyz"])
-def test_a_manifest_does_not_lead_elsewhere(tmp_path: Path, data: str) -> None:
+def edited(folder: Path, change: dict[str, Any], *without: str) -> None:
+    """A manifest as format 1 has it, without a checksum, and with something else in it."""
+    manifest = folder / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"format": 1} | change
+    first = {k: v for k, v in content.items() if k not in ("crc32", "parameters", *without)}
+    manifest.write_text(json.dumps(first))
+
+
+FILE = {"bytes": 1, "crc32": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "../elsewhere"}, "must be the name of a folder that a save has written"),
+        ({"data": "/etc"}, "must be the name of a folder that a save has written"),
+        ({"data": "data-1-xyz"}, "must be the name of a folder that a save has written"),
+        ({"data": 3}, "must be the name of a folder that a save has written"),
+        ({"ranks": 0}, r'\["ranks"\] is 0, but must be a whole number, at least 1'),
+        ({"ranks": "two"}, r'\["ranks"\] is "two", but must be a whole number'),
+        ({"ranks": 10**12}, "but is of 1000000000000 ranks"),
+        ({"files": {}}, "it names nothing, but is of 1 ranks"),
+        ({"files": [1]}, r'\["files"\] is of type list'),
+        ({"files": {"shared.pt": FILE, "rank-1.pt": FILE}}, "but is of 1 ranks"),
+        ({"files": {"shared.pt": FILE, "rank-0.pt": {}}}, 'lacks "bytes", "crc32"'),
+        ({"step": -1}, r'\["step"\] is -1'),
+        ({"step": 5}, r'state\["step"\] is 0, but must be 5'),
+        ({"format": "two"}, 'has format "two", this version of oktopk reads 1 and 2'),
+        ({"more": 1}, 'has "more"'),
+    ],
+)
+def test_a_wrong_manifest_is_an_error(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     handle = alone()
     oktopk.checkpoint.save(tmp_path, handle)
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"data": data}))
-    with pytest.raises(ValueError, match="which no save has written"):
+    edited(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        oktopk.checkpoint.load(tmp_path, handle)
+    edited(tmp_path, {}, "files")
+    with pytest.raises(ValueError, match='lacks "files"'):
         oktopk.checkpoint.load(tmp_path, handle)
 
 
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_a_manifest_is_checked_as_a_whole(tmp_path: Path) -> None:
     handle = alone()
     oktopk.checkpoint.save(tmp_path, handle)
     manifest = tmp_path / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["files"]
-    manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="KeyError"):
+    text = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(text), sort_keys=True))  # the same content
+    oktopk.checkpoint.load(tmp_path, handle)
+    assert '"density": 0.05' in text
+    manifest.write_text(text.replace('"density": 0.05', '"density": 0.06'))
+    with pytest.raises(ValueError, match="its checksum is wrong, so it was damaged or edited"):
         oktopk.checkpoint.load(tmp_path, handle)
+    manifest.write_text("[" * 100_000)
+    for read in (oktopk.checkpoint.read_shared, lambda path: oktopk.checkpoint.load(path, handle)):
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            read(tmp_path)
+    manifest.write_text(text)
+    edited(tmp_path, {})  # of format 1
+    assert oktopk.checkpoint.load(tmp_path, handle).step == 0
 
 
 WRITER = """

@@ -1,15 +1,16 @@
 """Save and resume: one file a rank, and a manifest that makes them one checkpoint.
 
-A checkpoint is a folder that all ranks can reach:
+A checkpoint is a folder on a file system that all ranks share:
 
     manifest.json             names the folder with the data, and the files in it
-    data-1200-5f3a/           of step 1200
+    data-1200-5f3a0b1c/       of step 1200
         rank-0.pt ...         what differs between ranks: residuals, and whatever else is `own`
         shared.pt             what does not: model, optimizer, counters
 
 All data are written, and are safely on disk, before the manifest is replaced in one atomic
 operation. A crash at any moment leaves the old checkpoint or the new one. Data that no manifest
-names are removed by the next save.
+names are removed by the next save. Whatever is read is checked, the manifest, the files, and the
+values in them: what is wrong is a ValueError on all ranks, and nothing has changed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,16 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import disk, schema
+from .disk import MANIFEST
 from .engine import AllReducer, log
 from .handle import Handle
-from .state import TENSORS, redistribute, sharers, upgraded
+from .state import TENSORS, problem_of, redistribute, sharers, upgraded
 from .transport import Operation
 
-MANIFEST = "manifest.json"
-_FORMAT = 1
+__all__ = ["MANIFEST", "Checkpoint", "DistributedCheckpoint", "load", "read_shared", "save"]
+
 _PATIENCE = 600.0
 """Seconds that ranks wait for those that write before they say so."""
-_DATA = re.compile(r"data-\d+-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ def save(
     *,
     shared: Any = None,
     own: Any = None,
+    any_model: bool = False,
 ) -> None:
     """Write a checkpoint, replacing the one in the folder. Collective.
 
@@ -66,53 +66,80 @@ def save(
         "model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch})
     ```
 
+    If it cannot be written, all ranks raise OSError: an earlier checkpoint is then as it was, and
+    nothing of the new one is left.
+
     Args:
-        folder: the same for all ranks.
+        folder: the same for all ranks, on a file system that all of them share.
         handle: from `attach` or `comm_hook`, or a DistributedOptimizer (its own optimizer's state
             goes to `shared`: `optimizer.optimizer.state_dict()`).
         shared: tensors and plain values that are the same on all ranks; rank 0's are saved.
         own: such as are each rank's own, for example random states.
+        any_model: replace a checkpoint of other parameters, too; otherwise that is a ValueError.
     """
-    reducer = _reducer(handle)
+    reducer, folder = _reducer(handle), Path(folder)
     state = reducer.state_dict()
-    rank, size = state["rank"], state["size"]
-    name = reducer.share(Operation.SAVE, f"data-{state['step']}-{secrets.token_hex(4)}")[0]
-    data = Path(folder) / name
+    data = folder / _new_name(reducer, folder, state, any_model)
+    new: list[Path] = []
     files, problem = {}, None
     try:
-        data.mkdir(parents=True, exist_ok=True)
-        files[_rank_file(rank)] = _write(
-            data / _rank_file(rank), {"compression": state, "own": own}
-        )
-        if rank == 0:
-            files["shared.pt"] = _write(data / "shared.pt", shared)
+        new += disk.missing(data)
+        disk.make(data, new)
+        files = _write(data, state, shared, own)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = f"rank {rank} could not write to {data}: {type(error).__name__}: {error}"
-        problem = problem.encode("ascii", "replace").decode()[:700]
-    told = reducer.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
-    answers = [json.loads(text) for text in told]
+        problem = _ascii(f"rank {reducer.rank} could not write to {data}: {_said(error)}", 480)
+    written = reducer.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
+    answers = [json.loads(text) for text in written]
     problems = [problem for problem, _ in answers if problem]
-    if not problems and rank == 0:
-        manifest = {
-            "format": _FORMAT,
-            "data": name,
-            "step": state["step"],
-            "ranks": size,
-            "algorithm": state["algorithm"],
-            "files": {file: about for _, files in answers for file, about in files.items()},
-        }
+    published = False
+    if reducer.rank == 0 and not problems:
+        files = {file: about for _, own_files in answers for file, about in own_files.items()}
         try:
-            _replace(Path(folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        except OSError as error:
-            problems = [f"rank 0 could not write the manifest: {error}"]
-        else:
-            _remove_others(Path(folder), name)
-    if problems and rank == 0 and not _names(Path(folder), name):
-        shutil.rmtree(data, ignore_errors=True)
+            disk.publish(folder, disk.new_manifest(data.name, state, files))
+        except Exception as error:
+            problems, published = [_ascii(_said(error))], disk.names(folder, data.name)
     # Nobody goes on before the checkpoint is whole; and all hear if the manifest failed.
-    failed = reducer.share(Operation.SAVE, "; ".join(problems)[:900], _PATIENCE)[0]
-    if failed:
-        raise OSError(f"the checkpoint was not written, an earlier one is as it was. {failed}")
+    text = f"{int(published)} {'; '.join(problems)[:900]}"
+    told = reducer.share(Operation.SAVE, text, _PATIENCE)[0]
+    if told == "0":
+        return
+    if told.startswith("1"):
+        raise OSError(f"the checkpoint is in its place, but perhaps not on disk yet: {told[2:]}")
+    disk.remove(data, new)
+    raise OSError(f"the checkpoint was not written, an earlier one is as it was. {told[2:]}")
+
+
+def _new_name(reducer: AllReducer, folder: Path, state: Mapping[str, Any], any_model: bool) -> str:
+    """Rank 0's name for the new data; or all refuse to replace the checkpoint in the folder."""
+    text = disk.new_name(state["step"])
+    if reducer.rank == 0 and not any_model and _is_of_another(folder, state):
+        text = _ascii(
+            f"{folder} holds a checkpoint of another model, with other parameters: save this one "
+            "to a folder of its own. save(..., any_model=True) replaces the other one"
+        )
+    text = reducer.share(Operation.SAVE, text)[0]
+    if not disk.is_name(text):
+        raise ValueError(text)
+    return text
+
+
+def _is_of_another(folder: Path, state: Mapping[str, Any]) -> bool:
+    """A manifest that cannot be read, or is of the first format, may be of any model."""
+    mine = disk.parameters(state)
+    try:
+        return bool(disk.read_manifest(folder).get("parameters", mine) != mine)
+    except ValueError:
+        return False
+
+
+def _write(data: Path, state: Mapping[str, Any], shared: Any, own: Any) -> dict[str, Any]:
+    """This rank's files."""
+    rank = state["rank"]
+    path, content = data / disk.rank_file(rank), {"compression": state, "own": own}
+    files = {path.name: disk.write(path, content, {"own": own})}
+    if rank == 0:
+        files[disk.SHARED] = disk.write(data / disk.SHARED, shared, {"shared": shared})
+    return files
 
 
 def load(
@@ -123,6 +150,8 @@ def load(
     On as many ranks as saved it, training continues bitwise as if it had not stopped. On another
     number, residuals are redistributed: the pending average, sum(residuals) / ranks, is the same.
 
+    Whatever is wrong is a ValueError on all ranks, and nothing has changed then.
+
     Args:
         folder: the same for all ranks.
         handle: attached to the same model, with the same algorithm.
@@ -131,30 +160,98 @@ def load(
             as a residual of zero, so what was pending on that rank is lost. It is logged.
     """
     reducer = _reducer(handle)
-    problem, manifest, shared, own, state = None, {}, None, None, {}
-    rank, size = reducer.rank, reducer.size
+    problem, name, found = None, "", Checkpoint(0, None, None)
+    state: dict[str, Any] = {}
     try:
-        manifest = _manifest(Path(folder))
-        data = Path(folder) / manifest["data"]
-        shared = _read(data, "shared.pt", manifest)
-        contents = _contents(data, list(sharers(rank, size, manifest["ranks"])), manifest, strict)
-        states = {old: upgraded(content["compression"]) for old, content in contents.items()}
-        state = _of_rank(states, rank, size, manifest["ranks"])
-        if manifest["ranks"] == size and rank in contents:
-            own = contents[rank]["own"]
+        manifest = disk.read_manifest(Path(folder))
+        name = manifest["data"]
+        found, state = _found(Path(folder) / name, manifest, reducer, strict)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        known = isinstance(error, ValueError)
-        problem = str(error) if known else f"{folder}: {type(error).__name__}: {error}"
-    here = f"{folder} has {manifest.get('data')}"
+        problem = _ascii(_said(error))
+    here = _ascii(f"{folder} has {name}")
     reducer.agree(Operation.LOAD, problem, here, "load from the same folder")
     reducer.load_state_dict(state, strict)
-    return Checkpoint(manifest["step"], shared, own)
+    return found
 
 
 def read_shared(folder: str | os.PathLike[str]) -> Any:
     """What was given to `save` as `shared`, for one process alone: to use a trained model, say."""
-    manifest = _manifest(Path(folder))
-    return _read(Path(folder) / manifest["data"], "shared.pt", manifest)
+    manifest = disk.read_manifest(Path(folder))
+    return disk.read(Path(folder) / manifest["data"], disk.SHARED, manifest)
+
+
+def _found(
+    data: Path, manifest: Mapping[str, Any], reducer: AllReducer, strict: bool
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """What a checkpoint has for this rank: to give back, and to load."""
+    rank, size, ranks = reducer.rank, reducer.size, manifest["ranks"]
+    shared = disk.read(data, disk.SHARED, manifest)
+    contents = _contents(data, list(sharers(rank, size, ranks)), manifest, strict)
+    states = {old: content["compression"] for old, content in contents.items()}
+    own = contents[rank]["own"] if ranks == size and rank in contents else None
+    return Checkpoint(manifest["step"], shared, own), _of_rank(states, rank, size, ranks)
+
+
+def _contents(
+    data: Path, olds: list[int], manifest: Mapping[str, Any], strict: bool
+) -> dict[int, Any]:
+    """The files of old ranks; without `strict`, those that can be read, and at least one."""
+    contents: dict[int, Any] = {}
+    for old in [*olds, *range(manifest["ranks"])]:
+        if old in contents or (old not in olds and contents):
+            continue
+        try:
+            contents[old] = _content(data, old, manifest)
+        except ValueError as error:
+            if strict:
+                raise
+            if old in olds:
+                log.warning("checkpoint: %s. Its residual counts as zero", error)
+    if not contents:
+        raise ValueError(f"no rank's file in {data} can be read")
+    return contents
+
+
+def _content(data: Path, old: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank has written: `own`, and its state, `compression`, checked."""
+    content = disk.read(data, disk.rank_file(old), manifest)
+    try:
+        wrong = schema.record({"compression": schema.anything, "own": schema.anything})(content)
+        if wrong:
+            raise ValueError(f"it{wrong}")
+        state = _checked(content["compression"], old, manifest["ranks"], manifest["step"])
+    except ValueError as error:
+        raise ValueError(f"{data / disk.rank_file(old)} is damaged: {error}") from None
+    return {"compression": state, "own": content["own"]}
+
+
+def _checked(saved: Any, rank: int, size: int, step: Any) -> dict[str, Any]:
+    """A state as this version writes it, if it is the one that it should be."""
+    state = upgraded(saved)
+    problem = problem_of(state)
+    if problem:
+        raise ValueError(problem)
+    for name, right in (("rank", rank), ("size", size), ("step", step)):
+        if state[name] != right:
+            raise ValueError(f'state["{name}"] is {state[name]}, but must be {right}')
+    return dict(state)
+
+
+def _of_rank(
+    states: Mapping[int, Mapping[str, Any]], rank: int, size: int, ranks: int
+) -> dict[str, Any]:
+    """The state for this rank, from those of the old ranks that share in it."""
+    if ranks != size:
+        log.info("checkpoint of %d ranks, redistributed to %d", ranks, size)
+        return redistribute(list(states.values()), rank, size)
+    if rank in states:
+        return dict(states[rank])
+    other = next(iter(states.values()))  # only its thresholds are of use
+    zeros = {
+        name: {key: torch.zeros_like(value) for key, value in other[name].items()}
+        for name in TENSORS
+    }
+    return dict(other) | {"rank": rank} | zeros
 
 
 class DistributedCheckpoint:
@@ -185,9 +282,8 @@ class DistributedCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """To save: this rank's state. To load: room for those of the old ranks it takes on."""
-        olds = sharers(self._reducer.rank, self._reducer.size, self._ranks)
         # Tensors of its own for each: what is loaded is written into them.
-        states = {f"oktopk-rank-{old}": self._reducer.state_dict() for old in olds}
+        states = {_key(old): self._reducer.state_dict() for old in self._olds()}
         if self._squared is not None:  # to load: those that are there
             for state in states.values():
                 state["squares"] = {
@@ -198,16 +294,30 @@ class DistributedCheckpoint:
         return {name: _as_leaves(state) for name, state in states.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        states = {}
-        for key, leaves in saved.items():
-            tensors = {name: leaves.get(name, {}) for name in TENSORS}
-            state = upgraded(json.loads(leaves["rest"]) | tensors)
-            states[int(key.rpartition("-")[2])] = state
-        for state in states.values():
-            for bucket in state["buckets"]:
-                bucket["boundaries"] = torch.tensor(bucket["boundaries"], dtype=torch.int64)
-        rank, size = self._reducer.rank, self._reducer.size
-        self._reducer.load_state_dict(_of_rank(states, rank, size, self._ranks))
+        """Continue where the state was taken. Collective; errors are as with `load`."""
+        reducer, problem, state = self._reducer, None, {}
+        try:
+            state = _of_rank(self._states(saved), reducer.rank, reducer.size, self._ranks)
+        except ValueError as error:
+            problem = _ascii(str(error))
+        reducer.agree(Operation.LOAD, problem, "", "load the same checkpoint")
+        reducer.load_state_dict(state)
+
+    def _olds(self) -> list[int]:
+        """The old ranks that this one takes on."""
+        return list(sharers(self._reducer.rank, self._reducer.size, self._ranks))
+
+    def _states(self, saved: Any) -> dict[int, dict[str, Any]]:
+        wrong = schema.record({_key(old): schema.anything for old in self._olds()})(saved)
+        if wrong:
+            raise ValueError(f"this is not what a DistributedCheckpoint has saved: it{wrong}")
+        states = {old: _from_leaves(saved[_key(old)]) for old in self._olds()}
+        step = next(iter(states.values())).get("step")
+        return {old: _checked(state, old, self._ranks, step) for old, state in states.items()}
+
+
+def _key(rank: int) -> str:
+    return f"oktopk-rank-{rank}"
 
 
 def _as_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,6 +325,22 @@ def _as_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in state.items() if key not in TENSORS}
     text = json.dumps(rest, default=Tensor.tolist)
     return {name: state[name] for name in TENSORS} | {"rest": text}
+
+
+def _from_leaves(leaves: Any) -> dict[str, Any]:
+    """A state as it was, unchecked. torch.distributed.checkpoint drops empty mappings."""
+    parts: Any = leaves
+    if isinstance(leaves, Mapping):
+        parts = {name: {} for name in TENSORS} | dict(leaves)
+    wrong = schema.record(dict.fromkeys(TENSORS, schema.anything) | {"rest": schema.text})(parts)
+    if wrong:
+        raise ValueError(f"this is not what a DistributedCheckpoint has saved: a part{wrong}")
+    rest = disk.parsed(parts.pop("rest"), "the state")
+    for bucket in rest["buckets"] if isinstance(rest.get("buckets"), list) else ():
+        bounds = bucket.get("boundaries") if isinstance(bucket, dict) else None
+        if not schema.several(schema.whole())(bounds):
+            bucket["boundaries"] = torch.tensor(bounds, dtype=torch.int64)
+    return {**rest, **parts}
 
 
 def _saved_parts(checkpoint_id: str | os.PathLike[str]) -> tuple[int, set[str]]:
@@ -229,129 +355,16 @@ def _saved_parts(checkpoint_id: str | os.PathLike[str]) -> tuple[int, set[str]]:
     return len(found), {match[1] for match in squares if match}
 
 
-def _contents(
-    data: Path, olds: list[int], manifest: Mapping[str, Any], strict: bool
-) -> dict[int, Any]:
-    """The files of old ranks; without `strict`, those that can be read, and at least one."""
-    contents: dict[int, Any] = {}
-    for old in [*olds, *range(manifest["ranks"])]:
-        if old in contents or (old not in olds and contents):
-            continue
-        try:
-            contents[old] = _read(data, _rank_file(old), manifest)
-        except ValueError as error:
-            if strict:
-                raise
-            if old in olds:
-                log.warning("checkpoint: %s. Its residual counts as zero", error)
-    if not contents:
-        raise ValueError(f"no rank's file in {data} can be read")
-    return contents
-
-
-def _of_rank(
-    states: Mapping[int, Mapping[str, Any]], rank: int, size: int, ranks: int
-) -> dict[str, Any]:
-    """The state for this rank, from those of the old ranks that share in it."""
-    if ranks != size:
-        log.info("checkpoint of %d ranks, redistributed to %d", ranks, size)
-        return redistribute(list(states.values()), rank, size)
-    if rank in states:
-        return dict(states[rank])
-    other = next(iter(states.values()))  # only its thresholds are of use
-    zeros = {
-        name: {key: torch.zeros_like(value) for key, value in other[name].items()}
-        for name in TENSORS
-    }
-    return dict(other) | {"rank": rank} | zeros
-
-
 def _reducer(handle: Handle | AllReducer) -> AllReducer:
     return handle if isinstance(handle, AllReducer) else handle.start()
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank}.pt"
+def _said(error: Exception) -> str:
+    """What an error says; of one that is none of ours, its kind, too."""
+    ours = isinstance(error, ValueError) or type(error) is OSError
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
-def _write(path: Path, content: Any) -> dict[str, int]:
-    """Write a file so that it is on disk, and check that it can be read back safely."""
-    with open(path, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    return {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-
-
-def _read(data: Path, name: str, manifest: Mapping[str, Any]) -> Any:
-    path, about = data / name, manifest["files"][name]
-    again = "restore the file, or go back to an earlier checkpoint"
-    if not path.is_file():
-        raise ValueError(f"{path} is missing, though the manifest names it: {again}")
-    if path.stat().st_size != about["bytes"] or _crc32(path) != about["crc32"]:
-        raise ValueError(f"{path} is damaged, it is not what was written: {again}")
-    return torch.load(path, weights_only=True, map_location="cpu")
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        if manifest["format"] != _FORMAT:
-            raise ValueError(
-                f"{path} has format {manifest['format']}, this version of oktopk reads {_FORMAT}"
-            )
-        if not _DATA.fullmatch(manifest["data"]):
-            raise ValueError(
-                f"{path} names data in {manifest['data']!r}, which no save has written"
-            )
-        return dict(manifest)
-    except FileNotFoundError:
-        raise ValueError(f"there is no checkpoint in {folder}: it has no {MANIFEST}") from None
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as a manifest: {error}") from error
-
-
-def _names(folder: Path, data: str) -> bool:
-    """Whether the manifest names these data, in spite of an error while it was replaced."""
-    try:
-        return bool(_manifest(folder)["data"] == data)
-    except ValueError:
-        return False
-
-
-def _remove_others(folder: Path, data: str) -> None:
-    """Data of earlier saves. What cannot be removed now is removed by a later one."""
-    for old in folder.iterdir():
-        if _DATA.fullmatch(old.name) and old.name != data:
-            shutil.rmtree(old, onerror=lambda *error: log.warning("cannot remove %s", error[1]))
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
-def _replace(path: Path, text: str) -> None:
-    """The old content or the new one, whenever the machine stops."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    for folder in (path.parent / json.loads(text)["data"], path.parent):
-        _sync_folder(folder)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _ascii(text: str, most: int = 900) -> str:
+    """A text that can travel, whatever is in it."""
+    return text.encode("ascii", "backslashreplace").decode()[:most]
