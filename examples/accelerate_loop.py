@@ -3,30 +3,47 @@
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --algorithm dense
 
+Run it with `--checkpoint run --steps 50` and then with `--checkpoint run --steps 100`: training may
+stop and go on, bit for bit as if it had not stopped.
+
 The task: this file learns its own source by heart, one character after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import oktopk
+from oktopk.integrations.accelerate import checkpoint_with
 
 ALPHABET, CONTEXT, BATCH = 128, 12, 64
+
+
+class Progress:
+    """How many steps were taken; saved and loaded by Accelerate, like any such object."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
 
 
 def main() -> None:
     args = parse_args()
     set_seed(0)
-    accelerator = Accelerator(cpu=True)
+    # The order of batches follows from seed and epoch.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=order)
 
     net = nn.Sequential(
         nn.Embedding(ALPHABET, 16),
@@ -45,17 +62,33 @@ def main() -> None:
     algorithm = oktopk.algorithm(args.algorithm, density=args.density, warmup_steps=4)
     handle = oktopk.attach(model, algorithm, dense_below=2000)
 
-    losses = []
-    batches = chain.from_iterable(repeat(loader))  # epoch after epoch
-    for context, following in islice(batches, args.steps):
-        loss = nn.functional.cross_entropy(model(context), following)
-        optimizer.zero_grad()
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
+    # Compression is saved and loaded with the rest: residuals differ on every rank.
+    checkpoint_with(accelerator, handle)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if args.checkpoint and args.checkpoint.exists():
+        accelerator.load_state(args.checkpoint)
 
+    losses = []
+    while progress.steps < args.steps:
+        epoch, done = divmod(progress.steps, len(loader))
+        loader.set_epoch(epoch)
+        for context, following in accelerator.skip_first_batches(loader, done):
+            loss = nn.functional.cross_entropy(model(context), following)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            progress.steps += 1
+            if progress.steps == args.steps:
+                break
+
+    if args.checkpoint:
+        accelerator.save_state(args.checkpoint)
     handle.check_replicas()  # raises unless all ranks have the same model, to the bit
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not losses:
+        print("nothing to do: --steps counts those before the checkpoint, too")
+    elif accelerator.is_main_process:
         totals = handle.stats().totals
         print(f"first loss         {losses[0]:.4f}")
         print(f"last loss          {losses[-1]:.4f}")
@@ -88,7 +121,18 @@ def parse_args() -> argparse.Namespace:
         default=0.02,
         help="share of a gradient that is applied in a step; the rest waits (default: 0.02)",
     )
-    parser.add_argument("--steps", type=int, default=100, help="(default: 100)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="steps in all, those before a checkpoint included (default: 100)",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="go on from the checkpoint in this folder, if it has one; write one at the end",
+    )
     return parser.parse_args()
 
 

@@ -30,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import oktopk
 from oktopk.integrations.transformers import CompressCallback
 
-ALPHABET, CONTEXT, BATCH = 128, 48, 8
+ALPHABET, CONTEXT, BATCH, LEARNING_RATE = 128, 48, 8, 5e-3
 
 
 def main() -> None:
@@ -56,7 +56,6 @@ def main() -> None:
             use_cpu=True,
             max_steps=args.steps,
             per_device_train_batch_size=BATCH,
-            learning_rate=5e-3,
             lr_scheduler_type="constant",  # the same for any number of steps
             save_strategy="steps" if args.checkpoint else "no",
             save_steps=args.steps,
@@ -66,6 +65,8 @@ def main() -> None:
             disable_tqdm=True,
         ),
         train_dataset=text(),
+        # AdamW for sparse gradients; torch's own takes steps that are too small with them.
+        optimizer_cls_and_kwargs=(oktopk.AdamW, {"lr": LEARNING_RATE}),
     )
     trainer.remove_callback(PrinterCallback)
 
@@ -78,12 +79,15 @@ def main() -> None:
     last = get_last_checkpoint(str(folder)) if args.checkpoint and folder.exists() else None
     trainer.train(resume_from_checkpoint=last)
 
-    compress.handle.check_replicas()  # raises unless all ranks have the same model, to the bit
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        totals = compress.handle.stats().totals
         print(f"first loss         {losses[0]:.4f}")
         print(f"last loss          {losses[-1]:.4f}")
+    if not compress.active:  # a single process: there is nothing to compress
+        return
+    compress.handle.check_replicas()  # raises unless all ranks have the same model, to the bit
+    if trainer.is_world_process_zero():
+        totals = compress.handle.stats().totals
         print(f"compression ratio  {totals.compression_ratio:.1f}")
         print(f"sparsity           {totals.sparsity:.3f}")
         print(f"megabytes sent     {totals.bytes_sent / 1e6:.3f}")

@@ -265,6 +265,7 @@ def swapped(rank: Rank) -> None:
 def test_the_state_of_another_rank_is_refused(ranks: Ranks) -> None:
     errors = [error for _, error in ranks.outcomes(2, swapped)]
     assert "this is the state of rank 0, loaded on rank 1" in str(errors[1])
+    assert "oktopk.integrations.accelerate.checkpoint_with" in str(errors[1])
     assert "ranks disagree" in str(errors[0])
 
 

@@ -1,5 +1,6 @@
-"""Callbacks for training frameworks, one module each; only that module imports the framework.
+"""Compression in training frameworks, one module each; only that module imports the framework.
 
-`lightning.Compress` is for Lightning's Trainer, `transformers.CompressCallback` for Hugging Face's.
-Accelerate needs neither: `oktopk.attach` takes the model that `Accelerator.prepare` returns.
+`lightning.Compress` is a callback for Lightning's Trainer, `transformers.CompressCallback` for
+Hugging Face's. With Accelerate, `oktopk.attach` takes the model that `Accelerator.prepare` returns,
+and `accelerate.checkpoint_with` makes its state a part of Accelerate's checkpoints.
 """

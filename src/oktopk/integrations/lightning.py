@@ -13,12 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from .. import checkpoint as states
 from ..algorithms import Algorithm
-from ..ddp import Compression, attach
 from ..engine import log
+from .common import Attaching
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -38,7 +36,7 @@ _KEY = "oktopk"
 """Where a checkpoint of Lightning has the name of its compression state."""
 
 
-class Compress(Callback):
+class Compress(Attaching, Callback):
     """Compresses the gradients of a model that Lightning trains with DDP.
 
     ```python
@@ -48,7 +46,8 @@ class Compress(Callback):
     print(compress.handle.stats())
     ```
 
-    A `fit` without `ckpt_path` begins with empty residuals.
+    A `fit` without `ckpt_path` begins with empty residuals. In a single process without DDP it
+    logs a line and does nothing; `active` tells.
 
     Args:
         algorithm: what to reduce with.
@@ -75,16 +74,8 @@ class Compress(Callback):
         self.folder = None if folder is None else Path(folder)
         self.keep = keep
         self.options = options
-        self._handle: Compression | None = None
         self._resume: str | None = None
         """Name of the state to begin with."""
-
-    @property
-    def handle(self) -> Compression:
-        """What `oktopk.attach` returned: statistics, and changes while training goes on."""
-        if self._handle is None:
-            raise RuntimeError("compression is attached when training starts, in trainer.fit")
-        return self._handle
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._resume = None  # what an earlier validate(ckpt_path=...) may have left
@@ -105,17 +96,12 @@ class Compress(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         model = trainer.strategy.model
-        inner = getattr(model, "_orig_mod", model)
-        if model is None or not isinstance(inner, DistributedDataParallel):
-            raise ValueError(
-                f"Compress needs a model in DDP, but {type(trainer.strategy).__name__} has a "
-                f'{type(inner).__name__}: pass Trainer(strategy="ddp")'
-            )
+        assert model is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._handle = attach(model, self.algorithm, **{"grad_scaler": scaler, **self.options})
-        if self.folder is not None and self._resume is not None:
+        self._attach(model, scaler, trainer.world_size, 'pass Trainer(strategy="ddp")')
+        if self.active and self.folder is not None and self._resume is not None:
             try:
-                states.load(self.folder / self._resume, self._handle)
+                states.load(self.folder / self._resume, self.handle)
             except ValueError as error:
                 raise ValueError(
                     f"compression cannot resume: {error}. Compress(folder=None) begins with empty "
@@ -126,10 +112,10 @@ class Compress(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """All ranks come here, though only rank 0 will write Lightning's file."""
-        if self.folder is None or self._handle is None:
+        if self.folder is None or not self.active:
             return
         name = f"step-{trainer.global_step}"
-        states.save(self.folder / name, self._handle)
+        states.save(self.folder / name, self.handle, any_model=True)
         checkpoint[_KEY] = name
         if trainer.is_global_zero and self.keep is not None:
             # By time: a run that went back may have later steps than its last.

@@ -1,23 +1,23 @@
 """CompressCallback: compression for Hugging Face's Trainer, saved and resumed with its checkpoints.
 
 Trainer tells its callbacks of the model, but not of the DDP around it; so this callback is made
-with the trainer. Nor does it tell them which checkpoint it resumes from. It is found by its step,
-and whether it is of the same run is seen by the log that both have.
+with the trainer. Nor does it tell them which checkpoint it resumes from; so this one listens to
+what `train` is called with. Whether both are of the same run is seen by the log that both have.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .. import checkpoint as states
 from ..algorithms import Algorithm
-from ..ddp import Compression, attach
+from .common import Attaching
 
 try:
     from transformers import (
@@ -38,7 +38,7 @@ _FOLDER = "oktopk"
 """Beside the model and the optimizer, in each of Trainer's checkpoints."""
 
 
-class CompressCallback(TrainerCallback):
+class CompressCallback(Attaching, TrainerCallback):
     """Compresses the gradients of a model that Trainer trains with DDP.
 
     ```python
@@ -50,13 +50,15 @@ class CompressCallback(TrainerCallback):
     ```
 
     Whenever Trainer saves a checkpoint, all ranks' states are saved in it, and
-    `trainer.train(resume_from_checkpoint=True)` restores them.
+    `trainer.train(resume_from_checkpoint=...)` restores them, with True or a path. In a single
+    process without DDP it logs a line and does nothing; `active` tells.
 
     Args:
         trainer: the trainer that it is added to.
         algorithm: what to reduce with.
-        resume_from: the checkpoint that training is resumed from, if that is not in the trainer's
-            `output_dir`. False begins with empty residuals, after a checkpoint that has none.
+        resume_from: another checkpoint to take the compression state from than the one that
+            training resumes from. False begins with empty residuals, after a checkpoint that has
+            none.
         options: see `oktopk.Options`. Trainer's GradScaler, if it has one, is passed for you.
     """
 
@@ -73,24 +75,32 @@ class CompressCallback(TrainerCallback):
         self.options = options
         self._trainer = trainer
         self._model: nn.Module | None = None
-        self._handle: Compression | None = None
+        self._asked: Any = None
+        """What `train` was called with."""
+        self._listen(trainer)
 
-    @property
-    def handle(self) -> Compression:
-        """What `oktopk.attach` returned: statistics, and changes while training goes on."""
-        if self._handle is None:
-            raise RuntimeError("compression is attached when training starts, in trainer.train")
-        return self._handle
+    def _listen(self, trainer: Trainer) -> None:
+        """Note what `train` is told to resume from."""
+        train = trainer.train
+
+        @functools.wraps(train)
+        def noting(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._asked = resume_from_checkpoint
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = noting  # type: ignore[method-assign]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model = self._trainer.model_wrapped
         if model is not self._model:  # a second train() goes on with the first one's DDP
-            self._handle = self._attach(model)
+            scaler = self._trainer.accelerator.scaler
+            fix = "start one process for each device, with torchrun or accelerate launch"
+            self._attach(model, scaler, args.world_size, fix)
             self._model = model
-        if state.global_step > 0 and self.resume_from is not False:
-            self._resume(args, state)
+        if self.active and state.global_step > 0 and self.resume_from is not False:
+            self._resume(self._folder(args, state), state)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,32 +108,33 @@ class CompressCallback(TrainerCallback):
         """All ranks come here, when rank 0 has written Trainer's own files."""
         if args.save_only_model or state.is_hyper_param_search:  # nobody can resume from these
             return
-        states.save(_checkpoint(args, state) / _FOLDER, self.handle, shared=_log(state))
+        if self.active:
+            folder = _checkpoint(args, state) / _FOLDER
+            states.save(folder, self.handle, shared=_log(state), any_model=True)
 
-    def _attach(self, model: nn.Module) -> Compression:
-        inner = getattr(model, "_orig_mod", model)
-        if not isinstance(inner, DistributedDataParallel):
-            raise ValueError(
-                f"CompressCallback needs a model in DDP, but Trainer trains a "
-                f"{type(inner).__name__}: start one process for each device, with torchrun or "
-                "accelerate launch"
-            )
-        scaler = self._trainer.accelerator.scaler
-        return attach(model, self.algorithm, **{"grad_scaler": scaler, **self.options})
+    def _folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+        """The checkpoint that Trainer resumes from, unless `resume_from` names another one."""
+        asked = args.resume_from_checkpoint if self._asked is None else self._asked
+        for path in (self.resume_from, asked):
+            if isinstance(path, str | os.PathLike):
+                return Path(path)
+        return _checkpoint(args, state)
 
-    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        named = self.resume_from is not None and self.resume_from is not True
-        folder = Path(str(self.resume_from)) if named else _checkpoint(args, state)
+    def _resume(self, folder: Path, state: TrainerState) -> None:
         problem = None
         try:
             if states.load(folder / _FOLDER, self.handle).shared != _log(state):
                 problem = f"{folder} is a checkpoint of another run or another step"
         except ValueError as error:
             problem = str(error)
+            if not (folder / _FOLDER).exists():
+                problem = (
+                    f"{folder} has no compression state, it was saved without CompressCallback"
+                )
         if problem:
             raise ValueError(
                 f"training resumes at step {state.global_step}, compression cannot: {problem}. "
-                "With resume_from=..., CompressCallback takes the checkpoint in another folder; "
+                "With resume_from=..., CompressCallback takes the state in another checkpoint; "
                 "with resume_from=False it begins with empty residuals"
             )
 
