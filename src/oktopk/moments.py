@@ -194,6 +194,7 @@ class Moments:
             return {}
         return {slot.name: slot.shaped(part).clone() for slot, part in self._parts()}
 
+    @torch.no_grad()
     def load(self, saved: Mapping[str, Any], squares: Mapping[str, Tensor]) -> None:
         """Continue where a state was taken: once, before anything else.
 
