@@ -458,6 +458,30 @@ def test_files_that_are_seen_late_are_waited_for(ranks: Ranks, tmp_path: Path) -
     ranks.run(2, loaded, str(tmp_path / "0" / "run"), True, OKTOPK, None, 0.0)
 
 
+@pytest.mark.parametrize("change", ["load", "algorithm"])
+def test_a_change_after_backward_leaves_no_step_to_discard(tmp_path: Path, change: str) -> None:
+    """For example to go back to a checkpoint because of a loss that is too large."""
+    optimizer = alone()
+    layer = optimizer.param_groups[0]["params"][0]
+
+    def backward() -> None:
+        optimizer.zero_grad()  # clears averages that nobody has stepped with
+        (layer @ torch.randn(100, 4)).square().mean().backward()
+
+    for _ in range(3):
+        backward()
+        optimizer.step()
+    oktopk.checkpoint.save(tmp_path, optimizer)
+    backward()
+    if change == "load":
+        oktopk.checkpoint.load(tmp_path, optimizer)
+    else:
+        optimizer.algorithm = oktopk.OkTopk(density=0.1)
+    backward()
+    optimizer.step()
+    assert optimizer.reducer.step == 4 + (change == "algorithm")
+
+
 def test_only_data_of_earlier_saves_are_removed(tmp_path: Path) -> None:
     handle = alone()
     (tmp_path / "data-wikitext-2").mkdir()

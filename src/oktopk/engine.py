@@ -378,6 +378,7 @@ class AllReducer:
             for bucket in self._buckets:
                 if not bucket.dense:
                     bucket.reduce.change(algorithm)
+            self.stepped = True  # the last step can no longer be taken back
 
         self._together(Operation.ALGORITHM, change)
 
@@ -458,6 +459,7 @@ class AllReducer:
             now = state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
             self.notes, self._probe = copy.deepcopy(now["notes"]), None
             self._squares.clear()
+            self.stepped = True  # the last step can no longer be taken back
             interval = self.square_interval or now["moments"].get("interval")
             self._moments = self._new_moments(interval)
             if self._moments is not None and interval == now["moments"].get("interval"):
