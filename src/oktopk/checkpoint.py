@@ -81,13 +81,7 @@ def save(
     state = reducer.state_dict()
     data = folder / _new_name(reducer, folder, state, any_model)
     new: list[Path] = []
-    files, problem = {}, None
-    try:
-        new += disk.missing(data)
-        disk.make(data, new)
-        files = _write(data, state, shared, own)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = _ascii(f"rank {reducer.rank} could not write to {data}: {_said(error)}", 480)
+    files, problem = _write(data, new, state, shared, own)
     written = reducer.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
     answers = [json.loads(text) for text in written]
     problems = [problem for problem, _ in answers if problem]
@@ -96,7 +90,7 @@ def save(
         files = {file: about for _, own_files in answers for file, about in own_files.items()}
         try:
             disk.publish(folder, disk.new_manifest(data.name, state, files))
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problems, published = [_ascii(_said(error))], disk.names(folder, data.name)
     # Nobody goes on before the checkpoint is whole; and all hear if the manifest failed.
     text = f"{int(published)} {'; '.join(problems)[:900]}"
@@ -132,14 +126,25 @@ def _is_of_another(folder: Path, state: Mapping[str, Any]) -> bool:
         return False
 
 
-def _write(data: Path, state: Mapping[str, Any], shared: Any, own: Any) -> dict[str, Any]:
-    """This rank's files."""
+def _write(
+    data: Path, new: list[Path], state: Mapping[str, Any], shared: Any, own: Any
+) -> tuple[dict[str, Any], str | None]:
+    """Write this rank's files; what they are, and what went wrong.
+
+    Args:
+        new: gets the folders that had to be made.
+    """
     rank = state["rank"]
     path, content = data / disk.rank_file(rank), {"compression": state, "own": own}
-    files = {path.name: disk.write(path, content, {"own": own})}
-    if rank == 0:
-        files[disk.SHARED] = disk.write(data / disk.SHARED, shared, {"shared": shared})
-    return files
+    try:
+        new += disk.missing(data)
+        disk.make(data, new)
+        files = {path.name: disk.write(path, content, {"own": own})}
+        if rank == 0:
+            files[disk.SHARED] = disk.write(data / disk.SHARED, shared, {"shared": shared})
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return {}, _ascii(f"rank {rank} could not write to {data}: {_said(error)}", 480)
+    return files, None
 
 
 def load(
