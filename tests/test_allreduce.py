@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -317,7 +318,8 @@ def balanced(rank: Rank, counts: list[int]) -> tuple[Tensor, int, int]:
     step = Step([zeros], [zeros], zeros, 1, State(), transport, buffers, "int8")
     start = sum(counts[: rank.rank])
     indices = torch.arange(start, start + counts[rank.rank], dtype=torch.int32)
-    mine = balance(step, Entries(indices, indices.float()), counts)
+    boundaries = [0, *itertools.accumulate(counts)]
+    mine = balance(step, Entries(indices, indices.float()), counts, boundaries)
     assert torch.equal(mine.indices.float(), mine.values)
     return mine.indices, transport.messages, transport.bytes_sent
 

@@ -220,14 +220,32 @@ def test_codes_of_positions(data: st.DataObject) -> None:
         reference.pack_gaps(indices, low, slow)
         assert_same([fast], [slow])
         for kernels in (cpu, reference):
-            assert torch.equal(kernels.unpack_gaps(fast, low, dtype), indices)
+            assert torch.equal(kernels.unpack_gaps(fast, low, 2**31 - 1, dtype), indices)
     if steps and sum(steps) < 2000:
         fast, slow = (torch.empty(250, dtype=torch.uint8) for _ in range(2))
         cpu.pack_bits(indices, low, fast)
         reference.pack_bits(indices, low, slow)
         assert_same([fast], [slow])
         for kernels in (cpu, reference):
-            assert torch.equal(kernels.unpack_bits(fast, low, dtype), indices)
+            assert torch.equal(kernels.unpack_bits(fast, low, low + 2000, dtype), indices)
+
+
+@given(data=st.data())
+def test_unpacking_any_bytes_stops_at_the_bound(data: st.DataObject) -> None:
+    room = data.draw(st.binary(max_size=40).map(lambda text: bytes(text) * 2))
+    stream = torch.tensor(list(room), dtype=torch.uint8)
+    low = data.draw(st.sampled_from([0, 7, 2**31 - 1000]))
+    high = low + data.draw(st.one_of(st.integers(1, 400), st.just(999)))
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    for name, words in (
+        ("unpack_gaps", stream),
+        ("unpack_gaps", stream.view(torch.int16)),
+        ("unpack_bits", stream),
+    ):
+        fast, slow = (getattr(k, name)(words, low, high, dtype) for k in (cpu, reference))
+        assert_same([fast], [slow])
+        assert bool((fast[1:] > fast[:-1]).all())
+        assert bool(((fast >= low) & (fast < high)).all())
 
 
 @given(data=st.data())
@@ -240,6 +258,18 @@ def test_quantise(data: st.DataObject) -> None:
     assert bool(read.isfinite().all())
     if bool(x.isfinite().all()):
         assert torch.equal(read.sign()[read != 0], x.sign()[read != 0])
+
+
+@given(data=st.data())
+def test_dequantise_any_bits(data: st.DataObject) -> None:
+    """All give finite values, by all kernels the same."""
+    blocks = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=4))
+    codes = torch.arange(reference.QUANTUM * len(blocks) - 3).to(torch.uint8)
+    for scales in (blocks, [block & ~0xFF | 31 for block in blocks]):
+        packed = (codes, torch.tensor(scales, dtype=torch.int32))
+        fast = cpu.dequantise(*packed)
+        assert_same([fast], [reference.dequantise(*packed)])
+        assert bool(fast.isfinite().all())
 
 
 def test_quantised_values_are_near() -> None:

@@ -303,11 +303,19 @@ class Transport:
         for part in (size, message):
             self._start(part, target, part[:0], target).wait()
 
-    def receive(self, source: int) -> Tensor:
-        """One message from one rank."""
+    def receive(self, source: int, most: int) -> Tensor:
+        """One message from one rank, of up to `most` bytes."""
         size = torch.empty(8, dtype=torch.uint8, device=self.device)
         self._start(size[:0], source, size, source).wait()
-        message = torch.empty(int(size.view(torch.int64)), dtype=torch.uint8, device=self.device)
+        nbytes = int(size.view(torch.int64))
+        if not 0 < nbytes <= most:
+            raise PeerError(
+                f"rank {self.rank} of {self.size}: rank {source} says that its message has "
+                f"{nbytes} bytes, but it can have 1 to {most}. Nothing was applied on this rank. "
+                "Make sure that all ranks run the same version, and restart all from the last "
+                "checkpoint"
+            )
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._start(message[:0], source, message, source).wait()
         return message
 

@@ -234,6 +234,9 @@ class Step:
     def share(self, count: int, size: int = 0) -> tuple[list[int], list[int]]:
         """Every rank's count, and every rank's size, in rank order."""
         shared = self.trade([[count, size]] * self.transport.size)
+        for source, (number, _) in enumerate(shared):
+            if not 0 <= number <= self.residual.numel():
+                raise self.damaged(source, f"it says that there are {number} entries")
         return [row[0] for row in shared], [row[1] for row in shared]
 
     def decode(
@@ -242,19 +245,32 @@ class Step:
         source: int,
         low: int = 0,
         high: int | None = None,
+        added: int = 0,
         wire: Wire | None = None,
     ) -> tuple[Entries, list[int]]:
-        """A message of rank `source`: entries of elements `low` to `high`, and numbers added."""
+        """A message of rank `source`: entries of elements `low` to `high`, and numbers added.
+
+        If numbers are added, the first one tells whether the sender's values are finite. If none
+        are, ranks have traded this before.
+        """
         try:
             high = self.residual.numel() if high is None else high
-            return (wire or self.wire).decode(message, low, high)
+            entries, numbers = (wire or self.wire).decode(message, low, high, added)
         except DamagedMessageError as error:
-            raise PeerError(
-                f"rank {self.transport.rank} of {self.transport.size}: a message from rank "
-                f"{source} is damaged: {error}. Nothing was applied on this rank. Look for a "
-                "faulty link or faulty memory, make sure that all ranks run the same version, and "
-                "restart all from the last checkpoint"
-            ) from error
+            raise self.damaged(source, str(error)) from error
+        said_finite = numbers[0] if numbers else self.finite
+        if said_finite and not _all_finite(entries.values):
+            raise self.damaged(source, "it has a NaN or Inf, of which its sender did not know")
+        return entries, numbers
+
+    def damaged(self, source: int, why: str) -> PeerError:
+        """The error to raise because of a message that cannot be right."""
+        return PeerError(
+            f"rank {self.transport.rank} of {self.transport.size}: a message from rank {source} is "
+            f"damaged: {why}. Nothing was applied on this rank. Look for a faulty link or faulty "
+            "memory, make sure that all ranks run the same version, and restart all from the last "
+            "checkpoint"
+        )
 
     def offer(self, exact: bool) -> Entries:
         """Accumulate, and select the k largest entries of this rank, or at least 0.9 k of them.
@@ -304,3 +320,8 @@ def slices(parts: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     for part in parts:
         yield slice(start, start + part.numel()), part
         start += part.numel()
+
+
+def _all_finite(values: Tensor) -> bool:
+    """A sum is finite only if all values are, and is the fastest to see."""
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())

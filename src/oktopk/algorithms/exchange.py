@@ -92,19 +92,35 @@ def receive_parts(
     messages: list[Tensor],
     sizes: list[int],
     boundaries: Sequence[int],
+    added: int = 0,
 ) -> tuple[Region, list[list[int]]]:
     """Exchange one message with each rank: this rank's region, and the numbers that were added."""
     rank = step.transport.rank
     low, high = boundaries[rank], boundaries[rank + 1]
+    check_sizes(step, sizes, [step.wire.room(high - low, high - low, added)] * len(sizes))
     region = Region(list(parts), low, high)
-    added: list[list[int]] = [[]] * step.transport.size
+    numbers: list[list[int]] = [[]] * step.transport.size
     for source, message in step.transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        region.parts[source], added[source] = step.decode(message, source, low, high)
-    return region, added
+        region.parts[source], numbers[source] = step.decode(message, source, low, high, added)
+    return region, numbers
+
+
+def check_sizes(step: Step, sizes: Sequence[int], most: Sequence[int]) -> None:
+    """Before memory is set aside for messages: their sizes, as their senders have told them."""
+    for source, (size, limit) in enumerate(zip(sizes, most, strict=True)):
+        if source != step.transport.rank and not 0 < size <= limit:
+            raise step.damaged(source, f"it is to have {size} bytes, and can have 1 to {limit}")
 
 
 def gather(
-    step: Step, mine: Entries, message: Tensor, sent: Tensor, sizes: list[int]
+    step: Step,
+    mine: Entries,
+    message: Tensor,
+    sent: Tensor,
+    sizes: list[int],
+    boundaries: Sequence[int] | None,
+    added: int = 0,
+    wires: Sequence[Wire] = (),
 ) -> tuple[list[Entries], list[list[int]]]:
     """Every rank's entries, in rank order, and the numbers added to their messages.
 
@@ -113,18 +129,37 @@ def gather(
     Args:
         message: in which `mine` travels, with the values `sent`.
         sizes: of each rank's message.
+        boundaries: between the entries of a rank and those of the next; None if there are none.
+        added: how many numbers are added to each message.
+        wires: how each rank's entries are written, if not all as the step says.
     """
-    transport = step.transport
+    transport, numel = step.transport, step.accumulated.numel()
+    bounds = [(0, numel)] * transport.size if boundaries is None else list(pairwise(boundaries))
+    wires = wires or [step.wire] * transport.size
+    spans = [high - low for low, high in bounds]
+    most = [wire.room(span, span, added) for wire, span in zip(wires, spans, strict=True)]
+    check_sizes(step, sizes, most)
     parts = [mine[:0]] * transport.size
-    added: list[list[int]] = [[]] * transport.size
+    numbers: list[list[int]] = [[]] * transport.size
     parts[transport.rank] = Entries(mine.indices, sent)
     messages = [message] * transport.size
     for source, received in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        parts[source], added[source] = step.decode(received, source)
-    return parts, added
+        parts[source], numbers[source] = step.decode(
+            received, source, *bounds[source], added, wires[source]
+        )
+    return parts, numbers
 
 
-def balance(step: Step, mine: Entries, counts: Sequence[int]) -> Entries:
+def check_order(step: Step, parts: Sequence[Entries]) -> None:
+    """That each rank's entries come behind those of the ranks before it."""
+    last = -1
+    for source, part in enumerate(parts):
+        if len(part) and int(part.indices[0]) <= last:
+            raise step.damaged(source, "its entries should come behind those of the ranks before")
+        last = int(part.indices[-1]) if len(part) else last
+
+
+def balance(step: Step, mine: Entries, counts: Sequence[int], boundaries: Sequence[int]) -> Entries:
     """Move entries between neighbours until every rank holds the same number, up to one.
 
     Seen in rank order the entries are one sorted list, before and after. Every rank knows all
@@ -147,7 +182,9 @@ def balance(step: Step, mine: Entries, counts: Sequence[int]) -> Entries:
     # No message where there is nothing to move; receivers know that, too.
     nothing = torch.empty(0, dtype=torch.uint8, device=transport.device)
     messages = [
-        wire.encode(part)[0] if len(part) and target != rank else nothing
+        wire.encode(part, nbytes=wire.room(len(part), 0))[0]
+        if len(part) and target != rank
+        else nothing
         for target, part in enumerate(parts)
     ]
     shares = [overlap(j, rank) for j in range(size)]
@@ -155,7 +192,8 @@ def balance(step: Step, mine: Entries, counts: Sequence[int]) -> Entries:
     sizes = [wire.room(count, 0) if count else 0 for count in moved]
     received = {rank: parts[rank]}
     for source, message in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        received[source], _ = step.decode(message, source, wire=wire)
+        low, high = boundaries[source], boundaries[source + 1]
+        received[source], _ = step.decode(message, source, low, high, wire=wire)
     return concatenate([received[source] for source in sorted(received)])
 
 
@@ -173,7 +211,7 @@ def gather_sum(step: Step, local: Entries) -> tuple[Entries, Entries]:
     with step.time("gather"):
         message, sent = step.wire.encode(local)
         _, sizes = step.share(len(local), message.numel())
-        parts, _ = gather(step, local, message, sent, sizes)
+        parts, _ = gather(step, local, message, sent, sizes, boundaries=None)
     with step.time("reduce"):
         sums = Region(parts, 0, step.accumulated.numel()).select(step, 0.0)
     return parts[step.transport.rank], sums

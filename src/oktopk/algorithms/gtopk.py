@@ -28,6 +28,7 @@ class GTopk(Algorithm):
         transport, rank, size = step.transport, step.transport.rank, step.transport.size
         mine = step.offer(exact=True)
         step.clear(mine, mine)
+        most = step.wire.room(step.target, step.accumulated.numel(), added=1)
         distances = [2**level for level in range(math.ceil(math.log2(size)))]
         with step.time("exchange"):
             for distance in distances:
@@ -36,7 +37,7 @@ class GTopk(Algorithm):
                     transport.send(message, rank - distance)
                     break
                 if rank + distance < size:
-                    message = transport.receive(rank + distance)
+                    message = transport.receive(rank + distance, most)
                     theirs = self._unpack(step, message, rank + distance)
                     with step.time("reduce"):
                         mine = self._merge(step, mine, theirs)
@@ -45,7 +46,7 @@ class GTopk(Algorithm):
                 message, mine = self._pack(step, mine)
             for distance in reversed(distances):
                 if rank % (2 * distance) == distance:
-                    message = transport.receive(rank - distance)
+                    message = transport.receive(rank - distance, most)
                     mine = self._unpack(step, message, rank - distance)
                 elif rank % (2 * distance) == 0 and rank + distance < size:
                     transport.send(message, rank + distance)
@@ -75,7 +76,7 @@ class GTopk(Algorithm):
         return message, Entries(entries.indices, values)
 
     def _unpack(self, step: Step, message: Tensor, source: int) -> Entries:
-        entries, (finite,) = step.decode(message, source)
+        entries, (finite,) = step.decode(message, source, added=1)
         step.finite = step.finite and bool(finite)
         return entries
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..select import TOLERANCE, Carried, aim, is_due, keep, keep_from, keep_largest, kth_largest
+from ..transport import PeerError
 from ..wire import Entries, concatenate
 from .base import Algorithm, Step
-from .exchange import balance, cut, encode_parts, gather, receive_parts, split
+from .exchange import balance, check_order, cut, encode_parts, gather, receive_parts, split
 
 MANY = 1.5
 """Multiple of k from which on it is cheaper to look for the threshold than to send candidates."""
@@ -113,12 +115,16 @@ class OkTopk(Algorithm):
                     threshold, ties = _global_threshold(step, mine, wanted)
                     mine, counts = _share_ties(step, mine, threshold, ties)
                 sizes = []
+            boundaries: Sequence[int] | None = step.state.boundaries
             if max(counts) > self.balance_trigger * sum(counts) / size:
-                mine, sizes = balance(step, mine, counts), []
+                mine, sizes = balance(step, mine, counts, step.state.boundaries), []
+                boundaries = None
             if not sizes:
                 message, rounded = step.wire.encode(mine)
                 _, sizes = step.share(len(mine), message.numel())
-            parts, _ = gather(step, mine, message, rounded, sizes)
+            parts, _ = gather(step, mine, message, rounded, sizes, boundaries)
+            if boundaries is None:
+                check_order(step, parts)
         return self._apply(step, sent, mine, rounded, parts, threshold, wanted)
 
     def _fixed(self, step: Step, local: Entries) -> Entries:
@@ -151,7 +157,7 @@ class OkTopk(Algorithm):
             here = -1 if transport.place is None else transport.place
             rooms = [wire.room(min(most, span), span, added=2) for span in spans]
             messages, sent = encode_parts(step, parts, (step.finite, here), rooms)
-            region, notes = receive_parts(step, parts, messages, [rooms[rank]] * size, bounds)
+            region, notes = receive_parts(step, parts, messages, [rooms[rank]] * size, bounds, 2)
             notes[rank] = [step.finite, here]
             step.finite = all(finite for finite, _ in notes)
             if transport.place is not None:
@@ -166,7 +172,7 @@ class OkTopk(Algorithm):
             step.check(mine)
         with step.time("gather"):
             message, rounded = wire.encode(mine, [step.finite, wrong], rooms[rank])
-            parts, notes = gather(step, mine, message, rounded, rooms)
+            parts, notes = gather(step, mine, message, rounded, rooms, bounds, 2)
             notes[rank] = [step.finite, wrong]
             step.finite = all(finite for finite, _ in notes)
             if any(wrong for _, wrong in notes):
@@ -216,7 +222,19 @@ def _regions(step: Step, local: Entries) -> tuple[int, ...]:
     size, numel = step.transport.size, step.accumulated.numel()
     cuts = torch.tensor(_cuts(step, local), device=step.transport.device)
     step.transport.all_reduce(cuts)
-    return (0, *(cuts // size).tolist(), numel)
+    boundaries = (0, *(cuts // size).tolist(), numel)
+    if any(low > high for low, high in pairwise(boundaries)):
+        raise _nonsense(step, f"boundaries of regions {boundaries}")
+    return boundaries
+
+
+def _nonsense(step: Step, what: str) -> PeerError:
+    """The error to raise because of a sum over ranks that cannot be."""
+    return PeerError(
+        f"rank {step.transport.rank} of {step.transport.size}: ranks have found {what} together, "
+        "which cannot be, so one of them is damaged. Nothing was applied on this rank. Look for a "
+        "faulty link or faulty memory, and restart all from the last checkpoint"
+    )
 
 
 def _cuts(step: Step, entries: Entries) -> list[int]:
@@ -240,6 +258,8 @@ def _global_threshold(step: Step, sums: Entries, wanted: int) -> tuple[float, in
     def sum_counts(counts: Tensor) -> None:
         narrow = counts.to(step.wire.index_dtype)
         step.transport.all_reduce(narrow)
+        if int(narrow.min()) < 0:
+            raise _nonsense(step, "negative counts")
         counts.copy_(narrow)
 
     return kth_largest(sums.values, wanted, digit_bits, sum_counts)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..select import select
-from ..wire import Entries, concatenate
+from ..select import keep, smallest
+from ..wire import Entries, Wire, concatenate
 from .base import Algorithm, Step
-from .exchange import ROUNDS_IN_FLIGHT, Region, split
+from .exchange import Region, gather, split
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,24 @@ class TopkDSA(Algorithm):
             mine = region.select(step, 0.0)
             step.check(mine)
         with step.time("gather"):
+            exact = Wire("plain", step.wire.index_dtype, step.wire.value_dtype)
             message, rounded = step.wire.encode(mine)
-            if whole := message.numel() > (region.high - region.low) * mine.values.itemsize:
-                message, rounded = _whole(mine, region).view(torch.uint8), mine.values
-            # A region sent whole has a size that no list of entries has: a negative one.
-            _, sizes = step.share(len(mine), -message.numel() if whole else message.numel())
-            parts = [mine[:0]] * transport.size
-            parts[transport.rank] = Entries(mine.indices, rounded)
-            messages = [message] * transport.size
-            incoming = transport.exchange(messages, [abs(n) for n in sizes], ROUNDS_IN_FLIGHT)
-            for source, received in incoming:
-                if sizes[source] < 0:
-                    found = select(received.view(step.wire.value_dtype), 0.0)
-                    indices = found.indices.to(step.wire.index_dtype) + regions[source]
-                    parts[source] = Entries(indices, found.values)
-                else:
-                    parts[source], _ = step.decode(received, source)
-            applied = concatenate(parts)
+            whole = _whole(exact, mine, region, message.numel())
+            if whole is not None:
+                message, rounded = whole, mine.values
+            # A region that is sent whole has a size that no list of entries has: a negative one.
+            _, sizes = step.share(len(mine), message.numel() * (1 if whole is None else -1))
+            wires = [exact if size < 0 else step.wire for size in sizes]
+            lengths = [abs(size) for size in sizes]
+            parts, _ = gather(step, mine, message, rounded, lengths, regions, wires=wires)
+            # Without zeros, which only whole regions have.
+            least = smallest(step.wire.value_dtype)
+            applied = concatenate(
+                [
+                    part if size > 0 else keep(part, least, len(part))
+                    for part, size in zip(parts, sizes, strict=True)
+                ]
+            )
         step.clear(sent, applied)
         step.keep_rounding(mine, rounded, applied)
         return applied
@@ -62,8 +63,15 @@ class TopkDSA(Algorithm):
         return (2 * k + min(2 * k * size, numel)) * (size - 1) / size
 
 
-def _whole(sums: Entries, region: Region) -> Tensor:
-    """The sums of a region, zeros too."""
-    dense = sums.values.new_zeros(region.high - region.low)
+def _whole(exact: Wire, sums: Entries, region: Region, nbytes: int) -> Tensor | None:
+    """A message with all sums of a region, zeros too, if it takes less than `nbytes`."""
+    span = region.high - region.low
+    if span * sums.values.itemsize >= nbytes:
+        return None
+    dense = sums.values.new_zeros(span)
     dense[(sums.indices - region.low).long()] = sums.values
-    return dense
+    places = torch.arange(
+        region.low, region.high, dtype=sums.indices.dtype, device=sums.indices.device
+    )
+    message, _ = exact.encode(Entries(places, dense))
+    return message if message.numel() < nbytes else None

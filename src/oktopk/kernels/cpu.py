@@ -186,19 +186,20 @@ def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
     _compiled_codes(indices.dtype)["pack_gaps"](indices.numpy(), low, _unsigned(out))
 
 
-def unpack_gaps(stream: Tensor, low: int, dtype: torch.dtype) -> Tensor:
+def unpack_gaps(stream: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     found = torch.empty(stream.numel() + 1, dtype=dtype, device="cpu")
     loop = _compiled_codes(dtype)["unpack_gaps"]
-    return found[: loop(_unsigned(stream), low, found.numpy())]
+    return found[: loop(_unsigned(stream), low, high, found.numpy())]
 
 
 def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
     _compiled_codes(indices.dtype)["pack_bits"](indices.numpy(), low, out.numpy())
 
 
-def unpack_bits(bits: Tensor, low: int, dtype: torch.dtype) -> Tensor:
-    found = torch.empty(8 * bits.numel() + 1, dtype=dtype, device="cpu")
-    return found[: _compiled_codes(dtype)["unpack_bits"](bits.numpy(), low, found.numpy())]
+def unpack_bits(bits: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    most = min(8 * bits.numel(), high - low + 7)
+    found = torch.empty(most + 1, dtype=dtype, device="cpu")
+    return found[: _compiled_codes(dtype)["unpack_bits"](bits.numpy(), low, high, found.numpy())]
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,9 +382,9 @@ def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
         _JITTED["count_gaps"](i, 0)
         for words in (u8, u16):
             _JITTED["pack_gaps"](i, 0, words)
-            _JITTED["unpack_gaps"](words, 0, i)
+            _JITTED["unpack_gaps"](words, 0, 0, i)
         _JITTED["pack_bits"](i, 0, u8)
-        _JITTED["unpack_bits"](u8, 0, i)
+        _JITTED["unpack_bits"](u8, 0, 0, i)
         _JITTED["quantise"](u32, u8, u32)
         _JITTED["dequantise"](u8, u32, u32)
         _JITTED["checksum"](u64)

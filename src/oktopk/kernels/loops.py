@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uintp
 
-from .reference import QUANTUM
+from .reference import MOST_SHIFT, QUANTUM
 from .vectors import LANES, lowest_bit, reaching, stream
 
 _BLOCK = LANES
@@ -274,7 +274,7 @@ def pack_gaps(indices, low, out):  # type: ignore[no-untyped-def]
         before = np.int64(indices[j])
 
 
-def unpack_gaps(stream, low, out):  # type: ignore[no-untyped-def]
+def unpack_gaps(stream, low, high, out):  # type: ignore[no-untyped-def]
     most = np.int64(2 ** (8 * stream.itemsize) - 1)
     at, count = np.int64(low - 1), uintp(0)
     for j in range(stream.size):
@@ -283,7 +283,7 @@ def unpack_gaps(stream, low, out):  # type: ignore[no-untyped-def]
         at += word + entry
         out[count] = at
         count += uintp(entry)
-    return count
+    return count if at < high else uintp(0)
 
 
 def pack_bits(indices, low, out):  # type: ignore[no-untyped-def]
@@ -293,7 +293,10 @@ def pack_bits(indices, low, out):  # type: ignore[no-untyped-def]
         out[place >> uintp(3)] |= np.uint8(1 << (place & uintp(7)))
 
 
-def unpack_bits(bits, low, out):  # type: ignore[no-untyped-def]
+def unpack_bits(bits, low, high, out):  # type: ignore[no-untyped-def]
+    beyond = low + 8 * bits.size - high
+    if beyond >= 8 or (beyond > 0 and bits[-1] >> (8 - beyond)):
+        return uintp(0)
     count = uintp(0)
     for j in range(bits.size):
         for q in range(8):
@@ -327,8 +330,8 @@ def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
     for block in range(scales.size):
         start = uintp(block * QUANTUM)
         stop = min(uintp(bits.size), start + uintp(QUANTUM))
-        low = np.uint32(scales[block] & np.uint32(0xFFFFFF00))
-        shift = np.uint32(scales[block] & np.uint32(0xFF))
+        low = np.uint32(scales[block] & np.uint32(0x7FFFFF00))
+        shift = min(np.uint32(scales[block] & np.uint32(0xFF)), np.uint32(MOST_SHIFT))
         for j in range(start, stop):
             code = np.uint32(codes[j])
             value = np.uint32(low + np.uint32((code & np.uint32(127)) << shift))

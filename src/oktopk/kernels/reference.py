@@ -18,6 +18,8 @@ from torch import Tensor
 
 QUANTUM = 128
 """Values that are quantised together."""
+MOST_SHIFT = 24
+"""The logarithm of the widest spacing of 7 bits in the 31 bits of a magnitude."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _LARGEST = 0x7F7FFFFF
 """The bits of the largest finite float32."""
@@ -197,12 +199,13 @@ def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
     out.copy_(words if most == 255 else (words ^ 0x8000) - 0x8000)
 
 
-def unpack_gaps(stream: Tensor, low: int, dtype: torch.dtype) -> Tensor:
-    """The indexes that `pack_gaps` wrote."""
+def unpack_gaps(stream: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """The indexes that `pack_gaps` wrote; none if the words lead to `high` or beyond."""
     most = 255 if stream.dtype == torch.uint8 else 65535
     words = stream.long() & most
     entry = words != most
-    return ((words + entry).cumsum(0)[entry] + (low - 1)).to(dtype)
+    places = (words + entry).cumsum(0) + (low - 1)
+    return places[entry & (places[-1:] < high)].to(dtype)
 
 
 def _gaps(indices: Tensor, low: int) -> Tensor:
@@ -218,11 +221,14 @@ def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
     out.copy_((bits.view(-1, 8) * weights).sum(1))
 
 
-def unpack_bits(bits: Tensor, low: int, dtype: torch.dtype) -> Tensor:
-    """The indexes that `pack_bits` wrote."""
+def unpack_bits(bits: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """The indexes that `pack_bits` wrote; none if a bit, or all bits of a byte, are of elements
+    from `high` onward."""
+    if bits.numel() > -(-(high - low) // 8):
+        bits = bits[:0]
     places = torch.arange(8, device=bits.device)
-    found = ((bits.long().unsqueeze(1) >> places) & 1).flatten().nonzero().flatten()
-    return (found + low).to(dtype)
+    found = ((bits.long().unsqueeze(1) >> places) & 1).flatten().nonzero().flatten() + low
+    return found[: found.numel() * bool((found[-1:] < high).all())].to(dtype)
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,10 +255,10 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values that `quantise` wrote."""
+    """The float32 values that `quantise` wrote. All scales give finite ones."""
     scale = scales.long().repeat_interleave(QUANTUM)[: codes.numel()]
-    number = codes.long()
-    bits = (scale & ~0xFF) + ((number & 127) << (scale & 0xFF))
+    number, shift = codes.long(), (scale & 0xFF).clamp(max=MOST_SHIFT)
+    bits = (scale & 0x7FFFFF00) + ((number & 127) << shift)
     magnitudes = bits.clamp(max=_LARGEST).to(torch.int32).view(torch.float32)
     return torch.where(number > 127, -magnitudes, magnitudes)
 
