@@ -284,6 +284,37 @@ def test_checksum(words: list[int]) -> None:
     assert cpu.checksum(x) == reference.checksum(x)
 
 
+@pytest.mark.parametrize("content", ["random", "zeros", "counting"])
+def test_checksum_sees_flips_and_swaps(content: str) -> None:
+    """Of each bit, of the same bit in two words, of the order of two words."""
+    random = torch.Generator().manual_seed(0)
+    words = torch.zeros(200, dtype=torch.int64)
+    if content == "random":
+        words.random_(generator=random)
+    elif content == "counting":
+        words.copy_(torch.arange(200))
+    right = cpu.checksum(words)
+    bits = [1 << bit if bit < 63 else -(1 << 63) for bit in range(64)]
+
+    def seen(changed: dict[int, int]) -> bool:
+        before = {place: int(words[place]) for place in changed}
+        for place, word in changed.items():
+            words[place] = word
+        wrong = cpu.checksum(words) != right
+        for place, word in before.items():
+            words[place] = word
+        return wrong
+
+    places = [place for place in range(200) if place != 3]
+    assert all(seen({j: int(words[j]) ^ bit}) for j in places for bit in bits)
+    for number in range(20_000):
+        a, b = (places[j] for j in torch.randperm(199, generator=random)[:2].tolist())
+        bit = bits[63 - number % 8 if number % 2 else number % 64]  # often one of the highest
+        assert seen({a: int(words[a]) ^ bit, b: int(words[b]) ^ bit})
+        if words[a] != words[b]:
+            assert seen({a: int(words[b]), b: int(words[a])})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 def test_kth_largest(dtype: torch.dtype, data: st.DataObject) -> None:

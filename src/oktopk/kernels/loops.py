@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import uintp
 
-from .reference import MOST_SHIFT, QUANTUM
+from .reference import MIX, MOST_SHIFT, QUANTUM
 from .vectors import LANES, lowest_bit, reaching, stream
 
 _BLOCK = LANES
@@ -340,9 +340,11 @@ def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
 
 
 def checksum(words):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for j in range(uintp(words.size)):
-        total += words[j] * np.uint64(2 * j + 1)
-    if words.size > 3:
-        total -= words[3] * np.uint64(7)
+    total, half, size = np.uint64(0), np.uint64(32), words.size
+    for low, high in ((0, min(3, size)), (min(4, size), size)):
+        for j in range(uintp(low), uintp(high)):
+            word = words[j] ^ (np.uint64(j) * np.uint64(MIX[0]))
+            word = (word ^ (word >> half)) * np.uint64(MIX[1])
+            word = (word ^ (word >> half)) * np.uint64(MIX[2])
+            total += word ^ (word >> half)
     return total

@@ -20,6 +20,8 @@ QUANTUM = 128
 """Values that are quantised together."""
 MOST_SHIFT = 24
 """The logarithm of the widest spacing of 7 bits in the 31 bits of a magnitude."""
+MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+"""Odd numbers with which a checksum mixes: of places, and those of MurmurHash3 for words."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _LARGEST = 0x7F7FFFFF
 """The bits of the largest finite float32."""
@@ -264,10 +266,20 @@ def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def checksum(words: Tensor) -> int:
-    """Of 64-bit words: the sum of each times its place, an odd number, modulo 2**64.
+    """Of 64-bit words: the sum of all, each mixed with its place, modulo 2**64.
 
-    The fourth word, where a message keeps it, does not count.
+    Mixing makes each bit of the result depend on all bits of a word, in no linear way. So a change
+    to one word is always seen, and changes to several do not cancel each other. The fourth word,
+    where a message keeps it, does not count.
     """
-    places = 2 * torch.arange(words.numel(), device=words.device) + 1
-    places[3:4] = 0
-    return int((words * places).sum())
+    place, first, second = (number - (number >> 63 << 64) for number in MIX)  # as signed numbers
+    mixed = words ^ (torch.arange(words.numel(), device=words.device) * place)
+    mixed = (mixed ^ _upper_half(mixed)) * first
+    mixed = (mixed ^ _upper_half(mixed)) * second
+    mixed ^= _upper_half(mixed)
+    mixed[3:4] = 0
+    return int(mixed.sum())
+
+
+def _upper_half(words: Tensor) -> Tensor:
+    return (words >> 32) & 0xFFFFFFFF
