@@ -20,6 +20,7 @@ from torch import Tensor
 from . import schema
 from .algorithms import Algorithm, Dense, State, Step
 from .algorithms.base import Buffers, Momentum, slices
+from .kernels import for_device
 from .select import TREND_LIMIT, Carried
 from .stats import StepStats
 from .transport import Operation, Transport
@@ -109,6 +110,7 @@ class SparseAllreduce:
         self._state = State()
         self._before: _Before | None = None
         self._dense, self._first = Dense(), False
+        self._prepare()
 
     @property
     def residual(self) -> Tensor:
@@ -148,6 +150,12 @@ class SparseAllreduce:
             self.algorithm = algorithm
             self._state = State(step=self._state.step, clean=self._state.clean)
             self._before = None
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Compile what sparse steps need now, not in the middle of a run."""
+        if not isinstance(self.algorithm, Dense):
+            for_device(self.device).prepare(self._residual.dtype, self.numel)
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.

@@ -18,6 +18,8 @@ from torch import Tensor
 class Kernels(Protocol):
     """What a kernel module offers; `reference.py` documents each function."""
 
+    def prepare(self, dtype: torch.dtype, numel: int) -> None: ...
+
     def accumulate(
         self, residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
     ) -> tuple[Tensor, Tensor, list[bool]]: ...

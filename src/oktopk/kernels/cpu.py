@@ -337,7 +337,6 @@ def _jit(function: Any) -> Any:
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no place to cache: neither the package, nor a home directory
-        log.info("no writable place to cache compiled kernels; set NUMBA_CACHE_DIR to name one")
         return numba.njit(**options)(function)
 
 
@@ -350,57 +349,92 @@ _OF_MESSAGES = (
     *("quantise", "dequantise", "checksum"),
 )
 _JITTED = {name: _jit(getattr(loops, name)) for name in _OVER_VALUES + _OF_MESSAGES}
-_ready: set[tuple[torch.dtype | None, torch.dtype]] = set()
+_Key = tuple[torch.dtype | None, torch.dtype]
+"""Types of values (None: loops of messages) and of indexes."""
+_ready: set[_Key] = set()
+_announced = False
+
+
+def prepare(dtype: torch.dtype, numel: int) -> None:
+    # Loops without indexes are those of 32-bit ones.
+    types = sorted({torch.int32, index_dtype(numel)}, key=str)
+    _ensure(*((kind, indices) for kind in (None, dtype) for indices in types))
 
 
 def _compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[str, Any]:
     """The loops over values, compiled for these types."""
-    return _ensure(dtype, indices)
+    return _ensure((dtype, indices))
 
 
 def _compiled_codes(indices: torch.dtype = torch.int32) -> dict[str, Any]:
     """The loops of messages, compiled for this type."""
-    return _ensure(None, indices)
+    return _ensure((None, indices))
 
 
-def _ensure(dtype: torch.dtype | None, indices: torch.dtype) -> dict[str, Any]:
+def _ensure(*keys: _Key) -> dict[str, Any]:
     """Compile under a lock that all processes share, unless that has been done."""
-    key = (dtype, indices)
-    if key not in _ready:
+    if not _ready.issuperset(keys):
         with _compile_lock, _file_lock():
-            if key not in _ready:
-                _compile(*key)
-                _ready.add(key)
+            for key in keys:
+                if key not in _ready:
+                    _compile(*key)
+                    _ready.add(key)
     return _JITTED
 
 
 def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
     """Call each loop once on nothing; numba compiles it or loads it from its cache."""
+    calls = _calls_of_messages(indices) if dtype is None else _calls_over_values(dtype, indices)
+    for name, *nothing in calls:
+        loop = _JITTED[name]
+        before = sum(loop.stats.cache_misses.values())
+        loop(*nothing)
+        if sum(loop.stats.cache_misses.values()) > before:
+            _announce(loop.stats.cache_path)
+
+
+def _announce(folder: str | None) -> None:
+    """Say what takes so long, after the first loop that was not in the cache."""
+    global _announced
+    if not _announced and folder:
+        log.warning("compiling kernels for this machine, once: 5 to 10 s")
+    elif not _announced:
+        log.warning(
+            "compiling kernels: 5 to 10 s in each process, for want of a place to cache them; set "
+            "NUMBA_CACHE_DIR to a folder that can be written to"
+        )
+    _announced = True
+
+
+def _calls_of_messages(indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Each loop and its arguments; a short loop first, to see soon whether it is cached."""
     i = torch.empty(0, dtype=indices, device="cpu").numpy()
-    if dtype is None:
-        u8, u16, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 2, 4, 8))
-        _JITTED["count_gaps"](i, 0)
-        for words in (u8, u16):
-            _JITTED["pack_gaps"](i, 0, words)
-            _JITTED["unpack_gaps"](words, 0, 0, i)
-        _JITTED["pack_bits"](i, 0, u8)
-        _JITTED["unpack_bits"](u8, 0, 0, i)
-        _JITTED["quantise"](u32, u8, u32)
-        _JITTED["dequantise"](u8, u32, u32)
-        _JITTED["checksum"](u64)
-        return
+    u8, u16, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 2, 4, 8))
+    yield "count_gaps", i, 0
+    for words in (u8, u16):
+        yield "pack_gaps", i, 0, words
+        yield "unpack_gaps", words, 0, 0, i
+    yield "pack_bits", i, 0, u8
+    yield "unpack_bits", u8, 0, 0, i
+    yield "quantise", u32, u8, u32
+    yield "dequantise", u8, u32, u32
+    yield "checksum", u64
+
+
+def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    i = torch.empty(0, dtype=indices, device="cpu").numpy()
     v = torch.empty(0, dtype=dtype, device="cpu").numpy()
     bits, (limit, mask, _) = _bits(v), _limits(0.0, dtype)
-    _JITTED["accumulate"](v, v, v, bits, 0, limit, mask, -1, 0, i, v)
-    _JITTED["select"](v, bits, 0, 0, limit, mask, i, v)
-    _JITTED["histogram"](bits, 0, 0, mask, limit, limit, limit, np.zeros((2, 1), np.int64))
-    _JITTED["keep"](i, v, bits, limit, mask, 0, i, v)
-    _JITTED["merge"](i, v, i, v, i, v)
-    _JITTED["add_at"](v, i, v)
-    _JITTED["scatter"](v, 0, i, v, -1)
-    _JITTED["take_common"](v, i, v, i)
-    _JITTED["adam"](v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9)
-    _JITTED["sum_select"](i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v)
+    yield "add_at", v, i, v
+    yield "accumulate", v, v, v, bits, 0, limit, mask, -1, 0, i, v
+    yield "select", v, bits, 0, 0, limit, mask, i, v
+    yield "histogram", bits, 0, 0, mask, limit, limit, limit, np.zeros((2, 1), np.int64)
+    yield "keep", i, v, bits, limit, mask, 0, i, v
+    yield "merge", i, v, i, v, i, v
+    yield "scatter", v, 0, i, v, -1
+    yield "take_common", v, i, v, i
+    yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
+    yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
 
 
 @contextlib.contextmanager

@@ -43,6 +43,10 @@ def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
     return int(magnitude(torch.tensor(threshold, dtype=dtype, device="cpu")))
 
 
+def prepare(dtype: torch.dtype, numel: int) -> None:
+    """Do now what would make the first calls slow, for `numel` values of a type."""
+
+
 def accumulate(
     residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor, list[bool]]:
