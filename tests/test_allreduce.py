@@ -164,6 +164,24 @@ def test_every_byte_is_counted(ranks: Ranks, name: str) -> None:
     ranks.run(4, count_independently, name)
 
 
+def everything(rank: Rank) -> dict[str, list[float]]:
+    """What waits after each step at density 1, where a part of the gradient is zero in some."""
+    waiting: dict[str, list[float]] = {}
+    for name in NAMES:
+        reduce = oktopk.SparseAllreduce(oktopk.algorithm(name, density=1.0), 999, rank.group)
+        for step in range(6):
+            gradient = PATTERNS["drifting"](rank.rank, rank.size, 999, step).float()
+            gradient[: 333 * (step % 3)] = 0
+            reduce(gradient)
+            waiting.setdefault(name, []).append(float(reduce.residual.abs().sum()))
+    return waiting
+
+
+def test_who_asks_for_everything_gets_it(ranks: Ranks) -> None:
+    for waiting in ranks.run(3, everything):
+        assert waiting == dict.fromkeys(NAMES, [0.0] * 6)
+
+
 def steady(rank: Rank) -> list[tuple[float, int]]:
     numel = 100_000
     reduce = oktopk.SparseAllreduce(oktopk.OkTopk(0.02), numel, rank.group)

@@ -144,8 +144,10 @@ class OkTopk(Algorithm):
         k, size, rank = step.target, transport.size, transport.rank
         bounds = state.boundaries
         share, numel = k / size, step.accumulated.numel()
-        # Counts scatter by about the square root of what is expected.
-        most = math.ceil(min(numel, self.capacity * share + 2 * math.sqrt(share)))
+        # Counts scatter by about the square root of what is expected. Who asks for everything
+        # gets it, though regions may be of any size after a step with many zeros.
+        room = self.capacity * share + 2 * math.sqrt(share)
+        most = numel if k == numel else math.ceil(min(numel, room))
         wanted = min(numel, math.ceil(k * (1 + min(1.0, self.capacity - 1) * _AIM)))
         spans = [high - low for low, high in pairwise(bounds)]
         with step.time("exchange"):
