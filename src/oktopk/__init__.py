@@ -11,6 +11,9 @@ from .optimizer import DistributedOptimizer
 from .state import ReplicaError
 from .stats import StepStats, Summary
 from .transport import NonFiniteGradientError, PeerError
+from .version import version_of as _version_of
+
+__version__ = _version_of("oktopk")
 
 __all__ = [
     "Adam",
@@ -32,6 +35,7 @@ __all__ = [
     "Summary",
     "TopkA",
     "TopkDSA",
+    "__version__",
     "algorithm",
     "attach",
     "checkpoint",

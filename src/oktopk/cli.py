@@ -11,13 +11,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from .train import options
 from .train.errors import USER_ERROR, UserError, mistake
 from .train.place import place
 from .train.recipes import DEFAULT, RECIPES
+from .version import version_of
 
 _TRAIN = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
 mpirun or srun has started them already.
@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
         description="Communication-efficient training: sparse allreduce with error feedback.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"oktopk {_version()}")
+    parser.add_argument("--version", action="version", version=f"oktopk {version_of('oktopk')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
         "train",
@@ -163,10 +163,3 @@ def _list_recipes() -> int:
     Console().print(table)
     print("\n`oktopk train RECIPE` shows all values before it begins")
     return 0
-
-
-def _version() -> str:
-    try:
-        return version("oktopk")
-    except PackageNotFoundError:  # run from a folder of sources
-        return "of unknown version"

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..train.errors import UserError
 from ..train.plain import build, parse, read
+from ..version import version_of
 from .results import Result, cores
 
 FORMAT = "oktopk bench"
@@ -140,17 +140,13 @@ def new_run(arguments: Mapping[str, Any], results: Sequence[Result]) -> dict[str
 
 def machine() -> dict[str, Any]:
     """What results depend on."""
-    try:
-        own = version("oktopk")
-    except PackageNotFoundError:
-        own = ""
     return {
         "cores": cores(),
         "processor": _processor(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "oktopk": own,
+        "torch": version_of("torch"),
+        "oktopk": version_of("oktopk"),
     }
 
 

@@ -15,7 +15,6 @@ after the checkpoint happens again, so it is dropped when the run goes on.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..checkpoint import MANIFEST
+from ..version import version_of
 from .config import Config
 from .errors import UserError
 from .format import byte_size, duration, number, percent, plural, toml
@@ -197,7 +197,7 @@ def environment(plan: Plan) -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in packages},
+            **{package: version_of(package) for package in packages},
         },
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": os.cpu_count(),
@@ -206,13 +206,6 @@ def environment(plan: Plan) -> dict[str, Any]:
         "workers": plan.workers,
         "device": plan.device,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # used from source, not installed
-        return "unknown"
 
 
 def read_metrics(
