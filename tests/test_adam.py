@@ -638,3 +638,24 @@ def test_what_is_not_supported_is_said(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option}=True is not supported"):
         adamw(net(), **{option: True})
     adamw(net(), **{option: False})
+
+
+@pytest.mark.parametrize("kind", [oktopk.AdamW, torch.optim.AdamW, torch.optim.SGD])
+def test_compiled_steps_are_the_same(ranks: Ranks, kind: type) -> None:
+    plain, compiled = ranks.run(1, with_compiled_steps, kind)[0]
+    torch.testing.assert_close(plain, compiled)
+
+
+def with_compiled_steps(rank: Rank, kind: type) -> list[Tensor]:
+    found = []
+    for compiled in (False, True):
+        model, handle = attached(rank, OKTOPK)
+        optimizer = kind(model.parameters(), lr=0.01)
+        if compiled:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        run(rank, model, optimizer, range(WARMUP + 2))
+        assert handle.reducer.sparse
+        assert handle.stats().totals.discarded_steps == 0
+        found.append(parameters(model))
+    torch._dynamo.reset()
+    return found

@@ -73,6 +73,8 @@ class _SparseAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"refresh_interval": self.refresh_interval}
 
+    # It reads numbers from tensors, so torch.compile could not make one piece of it anyway.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: torch's own where averages are dense, and linear where they are sparse."""
