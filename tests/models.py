@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,3 +84,30 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     """The averaged gradients by parameter name."""
     inner = model.module if isinstance(model, DDP) else model
     return {name: p.grad.clone() for name, p in inner.named_parameters() if p.grad is not None}
+
+
+def assert_conserved(outcomes: list[Any]) -> None:
+    """sum(residual after) + P * average = sum(residual before + gradient), by parameter."""
+    size = len(outcomes)
+    for step in zip(*outcomes, strict=True):
+        average = step[0][2]
+        for other in step[1:]:
+            assert all(torch.equal(average[name], other[2][name]) for name in average)
+        for name in average:
+            entered = sum(before[name] + own[name] for before, own, _, _ in step)
+            left = sum(after[name] for *_, after in step) + size * average[name]
+            torch.testing.assert_close(left, entered, atol=1e-5, rtol=1e-5)
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("oktopk")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import oktopk
 from models import (
     SMALL,
+    assert_conserved,
     attached,
     gradients,
     local_gradient,
+    logged,
     loss_of,
     net,
     parameters,
@@ -108,19 +112,6 @@ def conserve(
         seen.append((before, own, gradients(model), handle.state_dict()["residual"]))
         optimizer.step()
     return seen
-
-
-def assert_conserved(outcomes: list[Any]) -> None:
-    """sum(residual after) + P * average = sum(residual before + gradient), by parameter."""
-    size = len(outcomes)
-    for step in zip(*outcomes, strict=True):
-        average = step[0][2]
-        for other in step[1:]:
-            assert all(torch.equal(average[name], other[2][name]) for name in average)
-        for name in average:
-            entered = sum(before[name] + own[name] for before, own, _, _ in step)
-            left = sum(after[name] for *_, after in step) + size * average[name]
-            torch.testing.assert_close(left, entered, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -486,6 +477,25 @@ def test_the_plain_pair_does_the_same(ranks: Ranks) -> None:
             assert torch.equal(expected, weights), when
 
 
+def ignored(rank: Rank, when: str) -> tuple[list[str], Tensor]:
+    """Names of what is averaged, where DDP is to ignore two layers, and a gradient of one."""
+    model = net()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["3.weight", "3.bias", "5.weight"])
+    module = model if when == "before" else DDP(model, process_group=rank.group)
+    state, hook = oktopk.comm_hook(module, OKTOPK, group=rank.own_group, **SMALL)
+    ddp = module if isinstance(module, DDP) else DDP(model, process_group=rank.group)
+    ddp.register_comm_hook(state, hook)
+    run(rank, ddp, sgd(ddp), range(2))
+    return sorted(state.state_dict()["residual"]), gradients(ddp)["3.weight"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameters_that_ddp_ignores_are_left_alone(ranks: Ranks, when: str) -> None:
+    (names, mine), (_, other) = ranks.run(2, ignored, when)
+    assert names == ["0.bias", "0.weight", "2.bias", "2.weight", "5.bias"]
+    assert not torch.equal(mine, other)
+
+
 def detached(rank: Rank) -> tuple[list[Any], list[str]]:
     model, handle = attached(rank, OKTOPK, cleared="keep")
     run(rank, model, sgd(model), range(5))
@@ -683,12 +693,34 @@ def wrong(rank: Rank, what: str) -> None:
             run(rank, ddp, sgd(ddp), range(2))
             weight.requires_grad_(True)
             loss_of(ddp, 2, rank.rank).backward()
+        case "complex":
+            model.scale = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+            attached(rank, OKTOPK, model)
+        case "in backward":
+            _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+        case "precision":
+            precise = DDP(net(), process_group=rank.group, mixed_precision=_MixedPrecision())
+            oktopk.attach(precise, OKTOPK, group=rank.own_group)
+        case "python reducer":
+            ddp._use_python_reducer = True  # the real setting would stay with the process
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group)
+        case "all delayed":
+            model[0].requires_grad_(False)
+            late = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            ddp = DDP(
+                model,
+                process_group=rank.group,
+                delay_all_reduce_named_params=late,
+                param_to_hook_all_reduce=late[0][1],
+            )
+            oktopk.attach(ddp, OKTOPK, group=rank.own_group)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("no DDP", "must be in DistributedDataParallel"),
+        ("no DDP", "init_process_group(), then attach to DDP(model)"),
         ("option", "there is no option 'density'"),
         ("scope", 'must be "bucket" or "model"'),
         ("algorithm", "must be an algorithm such as"),
@@ -701,6 +733,11 @@ def wrong(rank: Rank, what: str) -> None:
         ("sparse", "sparse=False"),
         ("thaw", "no gradient came for 3.weight"),
         ("thaw later", "3.weight was frozen when compression was attached"),
+        ("complex", "scale is complex, but parameters must be real"),
+        ("in backward", "an optimizer steps in backward"),
+        ("precision", "none with mixed_precision="),
+        ("python reducer", "leave it at True"),
+        ("all delayed", "all parameters to train are in delay_all_reduce_named_params"),
     ],
 )
 def test_mistakes_are_explained_on_every_rank(ranks: Ranks, what: str, message: str) -> None:
@@ -710,18 +747,8 @@ def test_mistakes_are_explained_on_every_rank(ranks: Ranks, what: str, message: 
 
 
 def warned(rank: Rank) -> list[str]:
-    import logging
-
-    records: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record.getMessage())
-
-    logger, keep = logging.getLogger("oktopk"), Keep()
-    logger.addHandler(keep)
-    attached(rank, OKTOPK, dense_below=10**6)
-    logger.removeHandler(keep)
+    with logged() as records:
+        attached(rank, OKTOPK, dense_below=10**6)
     return records
 
 

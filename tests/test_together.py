@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from launch import Warm
-from models import SMALL, attached, loss_of, net, run, sgd
+from models import SMALL, attached, logged, loss_of, net, run, sgd
 from ranks import Rank, Ranks
 from test_engine import ended
 
@@ -163,25 +162,21 @@ def test_a_mistake_of_one_rank_is_told_to_all(ranks: Ranks) -> None:
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
+def impatient() -> Iterator[list[str]]:
     """What is logged, and without patience."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("oktopk")
-    logger.addHandler(handler)
-    try:
-        with mock.patch("oktopk.worker.LATE", 0.2), mock.patch("oktopk.engine._LATE_STEP", 0.2):
-            yield records
-    finally:
-        logger.removeHandler(handler)
+    with (
+        logged() as records,
+        mock.patch("oktopk.worker.LATE", 0.2),
+        mock.patch("oktopk.engine._LATE_STEP", 0.2),
+    ):
+        yield records
 
 
 def late(rank: Rank) -> list[str]:
     """Rank 1 comes late, to a call and to a step."""
     model, handle = attached(rank, OKTOPK)
     run(rank, model, sgd(model), range(2))
-    with logged() as records:
+    with impatient() as records:
         for call in (handle.check_replicas, lambda: loss_of(model, 2, rank.rank).backward()):
             dist.barrier(group=rank.group)
             if rank.rank == 1:

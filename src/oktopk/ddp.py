@@ -7,6 +7,7 @@ backward.
 
 # Without `from __future__ import annotations`: DDP compares a hook's annotations with classes.
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .adam import advise
 from .algorithms import Algorithm
 from .buckets import Options
-from .engine import AllReducer
+from .engine import AllReducer, log
 from .handle import Handle
 from .transport import NonFiniteGradientError
 from .watch import watch
@@ -46,12 +47,16 @@ class Compression(Handle):
         # look, so a hook that held DDP would keep both for ever.
         self._parameters = dict(_named_parameters(module))
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._begin = partial(
+        self._module = weakref.ref(module)
+        self._leaves_out = bool(getattr(module, "skip_all_reduce_unused_params", False))
+        self._open: Tensor | None = None
+        self._begin: Callable[..., AllReducer] = partial(
             AllReducer,
             algorithm=algorithm,
             group=group,
             options=options,
             may_be_unused=may_be_unused,
+            may_be_left_out=self._leaves_out,
             trainer=trainer,
         )
         self._reducer: AllReducer | None = None
@@ -91,12 +96,16 @@ class Compression(Handle):
         """Continue where the state was taken; see `AllReducer.load_state_dict`."""
         self.start().load_state_dict(state, strict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and copy.deepcopy: a DDP model takes along what was given with its hook."""
+        return _of_a_copy, ()
+
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         return self._parameters.items()
 
     def _reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook. It must not wait: backward goes on behind it."""
-        buffer = bucket.buffer()
+        buffer = bucket.buffer().detach()  # backward(create_graph=True) leaves a history in it
         if buffer.is_sparse:
             raise ValueError(
                 "a sparse gradient came: build the embedding with sparse=False to compress it"
@@ -115,25 +124,32 @@ class Compression(Handle):
             # Slices of the buffer, not bucket.gradients(): flat, whatever the memory format.
             gradients[self._names[id(parameter)]] = buffer[start : start + parameter.numel()]
             start += parameter.numel()
-        future = reducer.submit(gradients, buffer, bucket.is_last())
+        in_backward = torch._C._current_graph_task_id() != -1
+        has_data = in_backward if self._counts_data() else None
+        future = reducer.submit(gradients, buffer, bucket.is_last(), has_data=has_data)
+        self._open = None if bucket.is_last() else buffer[:0]
         if self._end_watch is None:  # not before DDP has accepted the hook
             names = (name for bucket in reducer.buckets for name in bucket)
             self._end_watch = watch(reducer, {name: self._parameters[name] for name in names})
-        if bucket.is_last():
-            self._complete(reducer)
+        if in_backward and (bucket.is_last() or self._leaves_out):
+            # Not earlier: with `checkpoint(..., use_reentrant=True)` an earlier bucket may come in
+            # a backward inside the backward, and its end is not that of the step. But where DDP
+            # leaves buckets out, any of them may be the last one that comes.
+            self._at_end_of_backward(reducer)
+        elif bucket.is_last():
+            self._end_for_others(reducer)
         return future
 
-    def _complete(self, reducer: AllReducer) -> None:
-        """See to it that somebody waits for the step, now that all of it has been submitted.
+    def _counts_data(self) -> bool:
+        """Whether averages are over the ranks that still have data. DDP does not tell its hook."""
+        join = getattr(self._module(), "_join_config", None)
+        if join is None or not (join.enable and join.is_first_joinable):
+            return False
+        return not getattr(self._module(), "_divide_by_initial_world_size", True)
 
-        Not earlier: with `checkpoint(..., use_reentrant=True)` an earlier bucket may come in a
-        backward inside the backward, and its end is not that of the step.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            self._at_end_of_backward(reducer)
-            return
-        # In join(), for a rank without inputs. It does not step itself. Whether a NaN of another
-        # one ends training is for that one to decide.
+    def _end_for_others(self, reducer: AllReducer) -> None:
+        """In join(), for a rank without inputs. It does not step itself. Whether a NaN of another
+        one ends training is for that one to decide."""
         with contextlib.suppress(NonFiniteGradientError):
             reducer.wait()
         reducer.stepped = True
@@ -149,11 +165,19 @@ class Compression(Handle):
 
         def wait() -> None:
             try:
+                self._close_step(reducer)
                 reducer.wait()
             except BaseException as error:
                 self._raise_later(queue_callback, error)
 
         queue_callback(wait)
+
+    def _close_step(self, reducer: AllReducer) -> None:
+        """Where DDP has left out its last bucket, nobody has said that the step is complete."""
+        nothing, self._open = self._open, None
+        if nothing is not None:
+            has_data = True if self._counts_data() else None
+            reducer.submit({}, nothing, last=True, has_data=has_data)
 
     @staticmethod
     def _raise_later(queue_callback: Callable[[Callable[[], None]], None], error: Any) -> None:
@@ -161,6 +185,14 @@ class Compression(Handle):
             raise error
 
         queue_callback(raise_it)
+
+
+def _of_a_copy() -> None:
+    """What a copy of a model has instead of the handle: DDP does not copy its hook."""
+    log.warning(
+        "a copy of a compressed DDP model is not compressed itself: it averages densely, unless "
+        "you attach to it"
+    )
 
 
 def attach(
@@ -192,10 +224,13 @@ def attach(
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(
-            f"model is a {type(ddp).__name__}, but must be in DistributedDataParallel: attach to "
-            "DDP(model), or use oktopk.DistributedOptimizer without DDP"
+            f"model is a {type(ddp).__name__}, but must be in DistributedDataParallel: call "
+            "torch.distributed.init_process_group(), then attach to DDP(model). That works in a "
+            "single process, too, where there is nothing to average. Without DDP, and without "
+            "torch.distributed in a single process, use oktopk.DistributedOptimizer"
         )
     with raised_by_all(ddp.process_group):
+        _check_ddp(ddp)
         _check_group(ddp, group)
         settings = Options.of(**options)
         handle = Compression(ddp, algorithm, settings, group, _has_unused(ddp), trainer)
@@ -215,8 +250,7 @@ def _register(ddp: DistributedDataParallel, handle: Compression) -> None:
     except RuntimeError as error:
         raise ValueError(
             "DDP does not take a hook here. It takes one only, before the first backward, and none "
-            "with mixed_precision= (use autocast) or an optimizer that steps in backward. It "
-            f"said: {error}"
+            f"with mixed_precision= (use autocast). It said: {error}"
         ) from error
 
 
@@ -233,6 +267,8 @@ def comm_hook(
 
     Args:
         module: the model, in DDP or not yet; torch.distributed may be initialised later, too.
+            It must be in DDP for `join(divide_by_initial_world_size=False)`, and for DDP's
+            `skip_all_reduce_unused_params`.
         find_unused_parameters: whether DDP is to have it, or a static graph. None: as the module
             has it; for one that is not in DDP yet, True, which is always safe, but costs a look
             at every gradient.
@@ -256,6 +292,22 @@ def _has_unused(module: nn.Module) -> bool:
     return bool(module.find_unused_parameters or module.static_graph)
 
 
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    """Refuse what would fail later, in a way that is hard to understand."""
+    problem = None
+    if any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()):
+        problem = "an optimizer steps in backward (apply_optimizer_in_backward): step it afterwards"
+    if getattr(ddp, "_delay_all_reduce_all_params", False):
+        problem = "all parameters to train are in delay_all_reduce_named_params: no hook sees them"
+    if getattr(ddp, "_use_python_reducer", False):
+        problem = (
+            "torch._dynamo.config.optimize_ddp is 'python_reducer', which calls hooks in another "
+            "way: leave it at True"
+        )
+    if problem:
+        raise ValueError(f"this DDP model cannot be compressed: {problem}")
+
+
 def _check_group(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
     ranks = dist.get_process_group_ranks(ddp.process_group)
     if ranks != dist.get_process_group_ranks(group or dist.group.WORLD):
@@ -267,9 +319,18 @@ def _check_group(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) 
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names as the user's model has them, without what DDP and torch.compile put in front."""
-    inner = module.module if isinstance(module, DistributedDataParallel) else module
-    ignored = getattr(module, "parameters_to_ignore", ())
-    for name, parameter in inner.named_parameters():
-        if name not in ignored:
-            yield name.replace("_orig_mod.", ""), parameter
+    """The parameters that DDP looks after, or will, in its order.
+
+    Names are as the user's model has them, without what DDP and torch.compile put in front.
+    """
+    inner, ignored = module, getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    if isinstance(module, DistributedDataParallel):
+        inner, ignored = module.module, module.parameters_to_ignore
+    seen = set()
+    for prefix, part in inner.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            # Joined by a dot where there is no prefix, too, as DDP compares them.
+            if f"{prefix}.{name}" not in ignored and parameter not in seen:
+                seen.add(parameter)
+                full = f"{prefix}.{name}" if prefix else name
+                yield full.replace("_orig_mod.", ""), parameter

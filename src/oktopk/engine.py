@@ -44,6 +44,8 @@ log = logging.getLogger("oktopk")
 _LATE_STEP = 60.0
 """Seconds after which a rank says that it waits for others in a step. They may take long for their
 own part of it, to load data or to compile, say."""
+_LEFT_OUT = 1 << 16
+"""Counts a rank on which a parameter was left out, in a sum that counts those that have it."""
 _reducers = WeakIdKeyDictionary()
 """By parameter, its name and who averages its gradients (weakly)."""
 
@@ -74,6 +76,7 @@ class AllReducer:
         options: see `Options`.
         may_be_unused: whether some parameters may have no gradient in a step on any rank. Then
             what waits in their residuals goes on waiting, since nobody would apply it.
+        may_be_left_out: whether such parameters may not come at all, on any rank.
         trainer: see `set_trainer`.
     """
 
@@ -85,6 +88,7 @@ class AllReducer:
         options: Options | None = None,
         *,
         may_be_unused: bool = False,
+        may_be_left_out: bool = False,
         trainer: Any = None,
     ) -> None:
         self.options = options or Options()
@@ -92,7 +96,8 @@ class AllReducer:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         named_parameters = list(named_parameters)
         self._slots = slots_of(named_parameters)
-        self._may_be_unused = may_be_unused
+        self._may_be_unused = may_be_unused or may_be_left_out
+        self._may_be_left_out = may_be_left_out
         self._algorithm = algorithm
         self._worker = worker(group)
         self._lock = threading.Lock()
@@ -101,7 +106,10 @@ class AllReducer:
         self._totals = Totals()
         self._busy = self._waited = 0.0
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._used: dict[str, bool] = {}
+        self._used: dict[str, int] = {}
+        self._has_data: bool | None = None
+        self._weight = 1.0
+        """What turns an average over all ranks into one over those that have data."""
         self._error: BaseException | None = None
         self._broken = self.closed = False
         self.skipped = False
@@ -171,6 +179,12 @@ class AllReducer:
             )
         if not self._slots:
             return "there is no parameter to train: all of them have requires_grad=False"
+        for slot in self._slots:
+            if slot.dtype.is_complex:
+                return (
+                    f"{slot.name} is complex, but parameters must be real: make it one of "
+                    "torch.view_as_real(...), and use torch.view_as_complex in forward"
+                )
         devices = {str(slot.device) for slot in self._slots}
         if len(devices) > 1:
             return (
@@ -238,6 +252,7 @@ class AllReducer:
         result: Tensor,
         last: bool,
         absent: Collection[str] | None = None,
+        has_data: bool | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Hand over gradients, in the same order on every rank.
 
@@ -247,6 +262,8 @@ class AllReducer:
             last: whether this completes the step. Every parameter comes once in a step.
             absent: parameters that have no gradient on this rank, and come as zeros. None: those
                 that are all zeros. Only looked at with `may_be_unused`.
+            has_data: whether this rank's gradients come from data, for an average over the ranks
+                whose gradients do. None, on all ranks: an average over all of them.
 
         Returns:
             A future that is done when the step is, also when it failed: `wait` then raises why.
@@ -263,7 +280,8 @@ class AllReducer:
         for name in gradients:
             if name in self._bucket_of:
                 self._bucket_of[name].ready = now
-        self._worker.submit(lambda: self._arrive(gradients, result, last, absent, future, ready))
+        arrival = gradients, result, last, absent, has_data, future, ready
+        self._worker.submit(lambda: self._arrive(*arrival))
         return future
 
     def close(self) -> None:
@@ -552,11 +570,13 @@ class AllReducer:
         result: Tensor,
         last: bool,
         absent: Collection[str] | None,
+        has_data: bool | None,
         future: torch.futures.Future[Tensor],
         ready: torch.cuda.Event | None,
     ) -> None:
         since = time.perf_counter()
         self._futures.append((future, result))
+        self._has_data = has_data
         with torch.cuda.stream(self._stream):  # does nothing where there is none
             if ready is not None:
                 ready.wait()
@@ -638,28 +658,30 @@ class AllReducer:
     def _begin(self, bucket: Bucket, factor: float) -> None:
         moments = self._moments
         rest = (self._name, self._buckets.index(bucket), moments and moments.interval)
+        place = place_of(Operation.STEP, self._step, rest)
         first = all(other.step is None for other in self._buckets)
-        bucket.reduce.at(place_of(Operation.STEP, self._step, rest), first)
+        if first:
+            self._transport.reset()
+            self._weight = self._find_weight(place)
+        bucket.reduce.at(place, first)
         if moments is not None and not bucket.reduce.dense:
             moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
-        bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale())
+        bucket.step = bucket.reduce.begin(parts, parts, factor, self._scale() * self._weight)
+
+    def _find_weight(self, place: int) -> float:
+        if self._has_data is None:
+            return 1.0
+        self._transport.place = place
+        self._transport.meet()
+        rows = self._transport.trade_numbers([[self._has_data]] * self.size)
+        self._transport.place = None
+        return self.size / sum(row[0] for row in rows)
 
     def _finish(self) -> None:
         """The end of a step: what is left to reduce, then all or nothing."""
-        self._transport.reset()
         self.unused, self._probe = frozenset(), None
-        missing = [
-            slot.name
-            for bucket in self._buckets
-            for slot in bucket.slots
-            if slot.name not in bucket.gradients
-        ]
-        if missing:
-            raise ValueError(
-                f"no gradient came for {', '.join(missing[:5])}: was requires_grad changed between "
-                "DistributedDataParallel() and attach()? Attach right after"
-            )
+        self._put_zeros([s for s in self._slots if s.name not in self._bucket_of[s.name].gradients])
         factor = self._factor() * self._clipping_factor()
         for bucket in self._buckets:
             if bucket.step is None:
@@ -669,6 +691,7 @@ class AllReducer:
         steps = [(b, b.step) for b in self._buckets if b.step is not None]
         self.skipped = not all(step.finite for _, step in steps)
         if not self.skipped:
+            self._find_unused()
             for bucket, step in steps:
                 bucket.reduce.commit(step)
                 bucket.last_applied = step.applied
@@ -710,22 +733,46 @@ class AllReducer:
         average = self._bucket_of[smallest].gradients[smallest]
         self._probe = smallest, average / self._scale()
 
-    def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
-        """Where no rank had a gradient, nobody applies an average: it goes on waiting."""
+    def _put_zeros(self, missing: Sequence[Slot]) -> None:
+        """For parameters that have not come."""
+        if missing and not self._may_be_left_out:
+            raise ValueError(
+                f"no gradient came for {', '.join(slot.name for slot in missing[:5])}: was "
+                "requires_grad changed between DistributedDataParallel() and attach()? Attach "
+                "right after"
+            )
+        for slot in missing:
+            zeros = torch.zeros(slot.numel, dtype=slot.dtype, device=slot.device)
+            self._bucket_of[slot.name].gradients[slot.name] = zeros
+            self._used[slot.name] = _LEFT_OUT
+
+    def _find_unused(self) -> None:
+        """Agree on the parameters that no rank had a gradient for."""
         if not self._may_be_unused:
             return
+        names = [slot.name for slot in self._slots]
         used = torch.tensor(
-            [self._used[slot.name] for slot in self._slots],
+            [self._used[name] for name in names],
             dtype=torch.int32,
             device=self._transport.device,
         )
         self._transport.all_reduce(used)
-        flags = dict(zip((slot.name for slot in self._slots), used.tolist(), strict=True))
-        self.unused = frozenset(name for name, flag in flags.items() if not flag)
+        flags = dict(zip(names, used.tolist(), strict=True))
+        torn = [name for name, flag in flags.items() if flag > _LEFT_OUT and flag % _LEFT_OUT]
+        if torn:
+            raise ValueError(
+                f"DDP has left out {', '.join(torn[:5])} on some ranks, but others have a gradient "
+                "for it, so replicas would drift apart: skip_all_reduce_unused_params=True needs "
+                "the same unused parameters on all ranks; build DDP without it"
+            )
+        self.unused = frozenset(name for name, flag in flags.items() if not flag % _LEFT_OUT)
+
+    def _give_back_unused(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
+        """Where no rank had a gradient, nobody applies an average: it goes on waiting."""
         for bucket, step in steps:
             for index, slot in enumerate(bucket.slots):
                 if slot.name in self.unused:
-                    bucket.reduce.give_back(step, index, self._scale())
+                    bucket.reduce.give_back(step, index, self._scale() * self._weight)
 
     def _blame(self, steps: Sequence[tuple[Bucket, Step]]) -> None:
         """Raise, on all ranks, with where the NaN or Inf came from."""
