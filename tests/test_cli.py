@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oktopk import cli
+import oktopk
 from oktopk.cli import main
 from oktopk.train import options
 from oktopk.train.config import Config, flag
@@ -252,23 +252,16 @@ def test_missing_package(
     assert error.count("\n") == 1
 
 
-BARE = f"""
-import sys, types
-package = types.ModuleType("oktopk")  # without what its __init__ imports
-package.__path__ = [{str(Path(cli.__file__).parent)!r}]
-sys.modules["oktopk"] = package
-from oktopk.cli import main
-"""
-
-
 def test_help_does_without_torch() -> None:
-    program = f"""{BARE}
+    program = """
+import sys
+from oktopk.cli import main
 for command in ("", "train", "lab", "bench", "data", "data an4"):
     try:
         main([*command.split(), "--help"])
     except SystemExit:
         pass
-print(*sorted({{"torch", "numba", "numpy"}} & {{*sys.modules}}), file=sys.stderr)
+print(*sorted({"torch", "numba", "numpy"} & {*sys.modules}), file=sys.stderr)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
@@ -277,8 +270,16 @@ print(*sorted({{"torch", "numba", "numpy"}} & {{*sys.modules}}), file=sys.stderr
     assert done.stderr == "\n"
 
 
+def test_names_of_the_package_are_there_when_they_are_used() -> None:
+    assert {*oktopk.__all__} <= {*dir(oktopk)}
+    for name in oktopk.__all__:
+        assert getattr(oktopk, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'attack'"):
+        _ = oktopk.attack  # type: ignore[attr-defined]
+
+
 def test_output_that_nobody_reads() -> None:
-    program = f"{BARE}\nsys.exit(main(['--help']))"
+    program = "import sys; from oktopk.cli import main; sys.exit(main(['--help']))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

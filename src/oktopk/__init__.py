@@ -1,17 +1,37 @@
-"""oktopk: sparse allreduce with error feedback for torch.distributed."""
+"""oktopk: sparse allreduce with error feedback for torch.distributed.
 
-from . import checkpoint
-from .adam import Adam, AdamW
-from .algorithms import Algorithm, Dense, Gaussiank, GTopk, OkTopk, TopkA, TopkDSA, algorithm, names
-from .allreduce import SparseAllreduce
-from .buckets import Options
-from .ddp import Compression, attach, comm_hook
-from .engine import AllReducer
-from .optimizer import DistributedOptimizer
-from .state import ReplicaError
-from .stats import StepStats, Summary
-from .transport import NonFiniteGradientError, PeerError
+Names are imported when they are first used, so that `oktopk --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .version import version_of as _version_of
+
+if TYPE_CHECKING:
+    from . import checkpoint
+    from .adam import Adam, AdamW
+    from .algorithms import (
+        Algorithm,
+        Dense,
+        Gaussiank,
+        GTopk,
+        OkTopk,
+        TopkA,
+        TopkDSA,
+        algorithm,
+        names,
+    )
+    from .allreduce import SparseAllreduce
+    from .buckets import Options
+    from .ddp import Compression, attach, comm_hook
+    from .engine import AllReducer
+    from .optimizer import DistributedOptimizer
+    from .state import ReplicaError
+    from .stats import StepStats, Summary
+    from .transport import NonFiniteGradientError, PeerError
 
 __version__ = _version_of("oktopk")
 
@@ -42,3 +62,33 @@ __all__ = [
     "comm_hook",
     "names",
 ]
+
+_HOMES = {
+    "adam": "Adam AdamW",
+    "algorithms": "Algorithm Dense GTopk Gaussiank OkTopk TopkA TopkDSA algorithm names",
+    "allreduce": "SparseAllreduce",
+    "buckets": "Options",
+    "ddp": "Compression attach comm_hook",
+    "engine": "AllReducer",
+    "optimizer": "DistributedOptimizer",
+    "state": "ReplicaError",
+    "stats": "StepStats Summary",
+    "transport": "NonFiniteGradientError PeerError",
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # or a name that does not exist would have a type
+
+    def __getattr__(name: str) -> Any:
+        if name == "checkpoint":
+            return importlib.import_module(".checkpoint", __name__)
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
