@@ -171,7 +171,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Alone, Alone]:
     source, target = Alone(request.param, 0, 9), Alone(request.param, 1, 7)
     state = source.state()
     assert state["moments"] if request.param else state["velocity"]
-    assert bool(state["squares"]) == ("known" in state["notes"]) == request.param
+    assert bool(state["squares"]) == ("ratio" in state["notes"]) == request.param
     return source, target
 
 
