@@ -219,6 +219,17 @@ ENDINGS = {
         "    time.sleep(0.2)",
         0,
     ),
+    # The same, and the other rank goes while this one's interpreter comes to its end.
+    "half a step, abandoned": (
+        "from oktopk import worker\n"
+        "worker._PATIENCE = 0.3\n"
+        "if rank == 0:\n"
+        "    handle.reducer.submit({'weight': torch.ones(90_000)}, torch.ones(1), False)\n"
+        "else:\n"
+        "    time.sleep(0.6)\n"
+        "    os._exit(0)",
+        0,
+    ),
 }
 
 

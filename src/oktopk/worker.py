@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -54,7 +55,7 @@ class Worker:
             target=_serve, args=(self._tasks,), name="oktopk", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, _stop, self._tasks, self._thread)
+        weakref.finalize(self, _stop, self._tasks, self._thread, self.group)
         self._pid = os.getpid()
 
     def submit(self, task: Callable[[], T]) -> Future[T]:
@@ -121,9 +122,8 @@ def worker(group: dist.ProcessGroup | None) -> Worker:
         return given
     default = dist.group.WORLD
     if default not in _of_all_ranks:
-        made = Worker(None)
-        made.group = made.run(_group_like_default, Operation.BEGIN.value)
-        _of_all_ranks[default] = made
+        group = Worker(None).run(_group_like_default, Operation.BEGIN.value)
+        _of_all_ranks[default] = Worker(group)
     return _of_all_ranks[default]
 
 
@@ -188,7 +188,23 @@ def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:
         del entry, task, answer  # or the thread would keep them until the next one comes
 
 
-def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
+def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, group: Any) -> None:
     tasks.put(None)
-    if thread is not threading.current_thread():
+    if thread is threading.current_thread():
+        return
+    thread.join(_PATIENCE)
+    ending = not threading.main_thread().is_alive()
+    if ending and thread.is_alive() and group is not None and group.name() == "gloo":
+        _abort(group)
         thread.join(_PATIENCE)
+
+
+def _abort(group: Any) -> None:
+    """Make all fail that is under way in a Gloo group, where the interpreter is about to end.
+
+    A thread that comes back to an interpreter that has ended aborts the process. Gloo has no call
+    for this, but it closes all connections when a message is late.
+    """
+    with contextlib.suppress(Exception):
+        other = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], other, 0).wait(timedelta(milliseconds=1))
