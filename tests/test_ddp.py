@@ -693,6 +693,10 @@ def wrong(rank: Rank, what: str) -> None:
             run(rank, ddp, sgd(ddp), range(2))
             weight.requires_grad_(True)
             loss_of(ddp, 2, rank.rank).backward()
+        case "another model":
+            state, hook = oktopk.comm_hook(net(), OKTOPK, group=rank.own_group)
+            ddp.register_comm_hook(state, hook)
+            loss_of(ddp, 0, rank.rank).backward()
         case "complex":
             model.scale = nn.Parameter(torch.ones(10, dtype=torch.complex64))
             attached(rank, OKTOPK, model)
@@ -733,6 +737,7 @@ def wrong(rank: Rank, what: str) -> None:
         ("sparse", "sparse=False"),
         ("thaw", "no gradient came for 3.weight"),
         ("thaw later", "3.weight was frozen when compression was attached"),
+        ("another model", "call it with the model that is in DDP"),
         ("complex", "scale is complex, but parameters must be real"),
         ("in backward", "an optimizer steps in backward"),
         ("precision", "none with mixed_precision="),

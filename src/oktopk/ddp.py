@@ -111,19 +111,8 @@ class Compression(Handle):
                 "a sparse gradient came: build the embedding with sparse=False to compress it"
             )
         reducer = self.start()
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise ValueError(
-                    f"{name} was frozen when compression was attached and is trained now, but "
-                    "nobody averages it, so replicas would drift apart: unfreeze it before "
-                    "DistributedDataParallel() and attach()"
-                )
-        gradients = {}
-        start = 0
-        for parameter in bucket.parameters():
-            # Slices of the buffer, not bucket.gradients(): flat, whatever the memory format.
-            gradients[self._names[id(parameter)]] = buffer[start : start + parameter.numel()]
-            start += parameter.numel()
+        self._refuse_unfrozen()
+        gradients = self._gradients(bucket, buffer)
         in_backward = torch._C._current_graph_task_id() != -1
         has_data = in_backward if self._counts_data() else None
         future = reducer.submit(gradients, buffer, bucket.is_last(), has_data=has_data)
@@ -139,6 +128,27 @@ class Compression(Handle):
         elif bucket.is_last():
             self._end_for_others(reducer)
         return future
+
+    def _refuse_unfrozen(self) -> None:
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"{name} was frozen when compression was attached and is trained now, but "
+                    "nobody averages it, so replicas would drift apart: unfreeze it before "
+                    "DistributedDataParallel() and attach()"
+                )
+
+    def _gradients(self, bucket: GradBucket, buffer: Tensor) -> dict[str, Tensor]:
+        """By name. Slices of the buffer, not bucket.gradients(): flat, whatever the layout."""
+        parameters = bucket.parameters()
+        try:
+            names = [self._names[id(p)] for p in parameters]
+        except KeyError:
+            raise ValueError(
+                "DDP averages a parameter that was not in the model when comm_hook() was called: "
+                "call it with the model that is in DDP, when that has all its parameters"
+            ) from None
+        return dict(zip(names, buffer.split([p.numel() for p in parameters]), strict=True))
 
     def _counts_data(self) -> bool:
         """Whether averages are over the ranks that still have data. DDP does not tell its hook."""
