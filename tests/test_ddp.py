@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
@@ -701,7 +701,8 @@ def wrong(rank: Rank, what: str) -> None:
             model.scale = nn.Parameter(torch.ones(10, dtype=torch.complex64))
             attached(rank, OKTOPK, model)
         case "in backward":
-            _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+            extra: Any = importlib.import_module("torch.distributed.optim")  # warns of much
+            extra._apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
             oktopk.attach(ddp, OKTOPK, group=rank.own_group)
         case "precision":
             precise = DDP(net(), process_group=rank.group, mixed_precision=_MixedPrecision())

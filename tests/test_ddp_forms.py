@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -372,6 +373,83 @@ def uneven_inputs_averaged_over_those_that_are_left(rank: Rank, wrap: Wrap) -> T
             run(rank, model, optimizer, range(first, first + 2 + 2 * rank.rank))
     run(rank, model, optimizer, range(20, 22))
     return parameters(model)
+
+
+@form
+def accumulation_in_the_buckets(rank: Rank, wrap: Wrap) -> Tensor:
+    model = wrap(net(), gradient_as_bucket_view=True)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        with model.no_sync():
+            loss_of(model, step, rank.rank).backward()
+        loss_of(model, step + 50, rank.rank).backward()
+        optimizer.step()
+    return parameters(model)
+
+
+@form
+def steps_past_ddp(rank: Rank, wrap: Wrap) -> Tensor:
+    model = wrap(net())
+    for step in range(4):
+        loss_of(model.module if step % 2 else model, step, rank.rank).backward()
+    return grads(model)
+
+
+@form
+def layers_unfrozen_in_stages(rank: Rank, wrap: Wrap) -> Tensor:
+    module = net()
+    layers = module[0], module[3], module[5]
+    for stage in range(3):
+        for number, layer in enumerate(layers):
+            layer.requires_grad_(number >= 2 - stage)
+        model = wrap(module)
+        run(rank, model, sgd(model), range(2))
+    return parameters(module)
+
+
+@form
+def parameters_with_gaps(rank: Rank, wrap: Wrap) -> Tensor:
+    class Gaps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gaps = nn.Parameter(noise(1, 32, 64)[:, ::2])
+            self.turned = nn.Parameter(noise(2, 32, 32).t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.gaps @ self.turned
+
+    model = wrap(Gaps())
+    for step in range(3):
+        model(noise(step + 9 * rank.rank, 4, 32)).square().mean().backward()
+    return grads(model)
+
+
+@form
+def an_optimizer_in_shards(rank: Rank, wrap: Wrap) -> Tensor:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of much
+
+    model = wrap(net())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=rank.group, lr=0.01
+    )
+    run(rank, model, optimizer, range(3))
+    return parameters(model)
+
+
+@form
+def uneven_inputs_of_two_models(rank: Rank, wrap: Wrap) -> Tensor:
+    """The second is without some parameters in some steps."""
+    one, two = wrap(net()), wrap(Parts(), find_unused_parameters=True, bucket_cap_mb=0.003)
+    with Join([one, two]):
+        for step in range(1 + 2 * rank.rank):
+            loss_of(one, step, rank.rank).backward()
+            x, y = batch(step, rank.rank)
+            nn.functional.cross_entropy(two(x, step % 2 == 0).logits, y).backward()
+            for model in (one, two):
+                sgd(model, momentum=0.0).step()
+                model.zero_grad()
+    return torch.cat([parameters(one), parameters(two)])
 
 
 class Ends(nn.Module):
