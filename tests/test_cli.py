@@ -294,6 +294,23 @@ def test_output_that_nobody_reads() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+def test_streams_that_are_closed() -> None:
+    for command, code, errors in (
+        ("--help >&-", 0, ""),
+        ("recipes >&-", 0, ""),
+        ("nope >&-", 2, "oktopk: error: unknown command nope; `oktopk --help` lists them\n"),
+        ("nope 2>&- >&-", 2, ""),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {command}', "sh", sys.executable, "-m", "oktopk"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", errors), command
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [

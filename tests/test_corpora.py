@@ -410,6 +410,20 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
         assert str(caught.value).isprintable()
 
 
+def test_features_without_room(tmp_path: Path) -> None:
+    """torch does not say why it cannot write; somebody must."""
+    resource: Any = pytest.importorskip("resource")
+    said = [Utterance(store(tmp_path / "a.wav", tone()).resolve(), "YES", 0.25)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="there may be no room left"):
+            features.open_corpus(said, "logmel", tmp_path / "features", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "features").iterdir()) == []
+
+
 def test_features_of_something_else_are_computed_anew(tmp_path: Path) -> None:
     said = [Utterance(store(tmp_path / "a.wav", tone()).resolve(), "YES", 0.25)]
     whole = features.open_corpus(said, "logmel", tmp_path, progress=False)

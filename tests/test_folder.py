@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -252,6 +253,42 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="move it away"):
             folder.started(plan())
         folder.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_log_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody needs it; a run ends when its metrics cannot be kept. Neither is a traceback."""
+    (tmp_path / "train.log").symlink_to("/dev/full")
+    folder = RunFolder(tmp_path, tensorboard=False)
+    go(folder, 0, 2)
+    folder.close()
+    (tmp_path / METRICS).unlink()
+    (tmp_path / METRICS).symlink_to("/dev/full")
+    folder = RunFolder(tmp_path, tensorboard=False)
+    with pytest.raises(UserError, match="No space left on device"):
+        go(folder, 0, 2)
+    folder.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_tensorboard_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It writes in a thread, which has nobody to tell but the next call."""
+    pytest.importorskip("tensorboard")
+    resource: Any = pytest.importorskip("resource")
+    hook = threading.excepthook
+    folder = RunFolder(tmp_path)
+    folder.started(plan())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))  # bytes of a file
+    scalars = {f"train/{number}": 1.0 for number in range(1000)}
+    try:
+        with pytest.raises(UserError, match=r"cannot write to .*File too large"):
+            folder._scalars(scalars, 0)
+        folder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capfd.readouterr().err == ""
+    assert threading.excepthook == hook
 
 
 def test_run_folders_are_new_and_the_latest_is_found(

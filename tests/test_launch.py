@@ -267,6 +267,27 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINIT
     one_line(told[0], "could not be had): use a smaller --width, --depth or --batch-size")
 
 
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("ends = os.pipe(); os.close(ends[0]); end = ends[1]", "nobody reads the output any more"),
+        ("end = os.open('/dev/full', os.O_WRONLY)", "No space left on device"),
+    ],
+    ids=["closed", "full"],
+)
+def test_output_that_cannot_be_written(
+    warm: Warm, tiny: list[str], tmp_path: Path, output: str, says: str
+) -> None:
+    """Rank 0 alone prints, but all workers end, with the same code."""
+    job = str(secrets.randbits(31))
+    first = f"import os\n{output}\nos.dup2(end, 1)\n"
+    runs = [Forked(warm, tiny, tmp_path, srun(rank, job), first) for rank in (0, 1)]
+    assert [run.wait() for run in runs] == [2, 2], [run.err.read_text() for run in runs]
+    told = [run for run in runs if run.err.read_text()]
+    assert len(told) == 1
+    one_line(told[0], says)
+
+
 def test_torchrun_and_a_mistake(start: Start, tiny: list[str]) -> None:
     run = start([sys.executable, *TORCHRUN, *TRAIN[3:], *tiny, "--nworkers", "3"])
     assert run.wait() != 0

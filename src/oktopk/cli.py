@@ -7,6 +7,7 @@ imported when it runs: extras are missed only where they are used, and help does
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
@@ -43,15 +44,15 @@ _TRAIN_EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files, as on stderr
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # as after `| head`; what Python still has to say goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _flush()
+    except BrokenPipeError:  # as after `| head`
         return 1
     except KeyboardInterrupt:
         print("oktopk: interrupted", file=sys.stderr)
@@ -62,6 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _report(f"oktopk: error: {message}")
         return USER_ERROR
+
+
+def _open_streams() -> None:
+    """Streams that are closed, as by `>&-`, lead nowhere, in this process and in workers."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                number = null  # another file has the number by now
+            os.dup2(null, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w"))  # noqa: SIM115
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _report(message: str) -> None:

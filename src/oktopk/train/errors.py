@@ -12,6 +12,7 @@ USER_ERROR = 2
 _OF_THE_SYSTEM = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP),
     *(errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EPIPE),
+    errno.EFBIG,
 }
 
 

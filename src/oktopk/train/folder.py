@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -68,6 +69,7 @@ class RunFolder:
         self._resume_epoch = resume_epoch
         self._metrics: IO[str] | None = None
         self._board: Any = None
+        self._excepthook = threading.excepthook
         self._log = _LogFile()
 
     def started(self, plan: Plan) -> None:
@@ -131,7 +133,8 @@ class RunFolder:
         scalars = {f"validation/{name}": value for name, value in record.validation.items()}
         self._scalars({"epoch/loss": record.loss, **scalars}, step)
         if self._board is not None and record.examples:
-            self._board.add_text("validation/examples", _markdown(record.examples), step)
+            with _writing(self.path):
+                self._board.add_text("validation/examples", _markdown(record.examples), step)
         validation = "".join(f", {key} {number(x)}" for key, x in record.validation.items())
         self._log.note(
             f"epoch {record.epoch}, step {record.steps}: loss {number(record.loss)}"
@@ -159,9 +162,10 @@ class RunFolder:
         with suppress(OSError):
             if metrics is not None:
                 metrics.close()
-        with suppress(OSError):
-            if board is not None:
+        if board is not None:
+            with suppress(OSError):
                 board.close()
+            threading.excepthook = self._excepthook
         self._log.close()
 
     def _record(self, kind: str, record: StepRecord | EpochRecord) -> None:
@@ -173,8 +177,9 @@ class RunFolder:
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, step)
+            with _writing(self.path):
+                for name, value in scalars.items():
+                    self._board.add_scalar(name, value, step)
 
     def _open_tensorboard(self) -> None:
         try:
@@ -185,10 +190,20 @@ class RunFolder:
                 "--tensorboard False does without"
             )
             return
-        with _writing(self.path):
-            self._board = SummaryWriter(
-                str(self.path / "tensorboard"), purge_step=self._resume_step, flush_secs=10
-            )
+        self._excepthook, threading.excepthook = threading.excepthook, self._thread_failed
+        try:
+            with _writing(self.path):
+                self._board = SummaryWriter(
+                    str(self.path / "tensorboard"), purge_step=self._resume_step, flush_secs=10
+                )
+        except UserError:
+            threading.excepthook = self._excepthook
+            raise
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread; when that fails, our next call of it raises the same."""
+        if not isinstance(failure.exc_value, OSError):
+            self._excepthook(failure)
 
 
 def environment(plan: Plan) -> dict[str, Any]:
@@ -272,6 +287,11 @@ def _names(folder: Path) -> list[str]:
         raise UserError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
+class _LogHandler(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing: what is recorded goes to the same folder, and its failure is told."""
+
+
 class _LogFile:
     """train.log: what the package logs, and what the folder notes itself."""
 
@@ -280,7 +300,7 @@ class _LogFile:
         self._level: int | None = None
 
     def open(self, path: Path) -> None:
-        self._handler = logging.FileHandler(
+        self._handler = _LogHandler(
             path,
             encoding="utf-8",
             errors="backslashreplace",  # names of files
@@ -302,7 +322,8 @@ class _LogFile:
     def close(self) -> None:
         if self._handler is not None:
             log.removeHandler(self._handler)
-            self._handler.close()
+            with suppress(OSError):
+                self._handler.close()
             self._handler = None
         if self._level is not None and logging.lastResort is not None:
             log.removeHandler(logging.lastResort)

@@ -323,6 +323,7 @@ def _tell(message: str, place: Place, store: Store | None) -> None:
 
 def _exit(code: int) -> NoReturn:
     """End, even if threads wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class Speech:
         self.config = config
         self.device = device
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        progress = self.rank == 0
+        progress = self.rank == 0 and sys.stderr.isatty()
         self.train, self.val = first_on_one(local_rank, lambda: corpora(config, progress))
         self._check_agreement()
         self.labels = [encode(utterance.text) for utterance in self.train.utterances]

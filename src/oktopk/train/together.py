@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import UserError
+from .errors import UserError, mistake
 
 T = TypeVar("T")
 
@@ -22,23 +22,23 @@ def gather(value: T) -> list[T]:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """`work` on all workers; what fails on one of them, fails on all, a UserError as such."""
-    result, mistake, failure, error = None, "", "", None
+    """`work` on all workers; what fails on one of them, fails on all, a user's mistake as such."""
+    result, told, failure, error = None, "", "", None
     try:
         result = work()
-    except UserError as caught:
-        mistake = str(caught)
     except Exception as caught:
-        failure, error = f"{type(caught).__name__}: {caught}", caught
-    answers = gather((mistake, failure))
+        told = mistake(caught)
+        if not told:
+            failure, error = f"{type(caught).__name__}: {caught}", caught
+    answers = gather((told, failure))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(answers):
         if failure:
             raise RuntimeError(f"worker {rank} failed: {failure}")
-    for mistake, _ in answers:
-        if mistake:
-            raise UserError(mistake)
+    for told, _ in answers:
+        if told:
+            raise UserError(told)
     assert result is not None
     return result
 

@@ -47,7 +47,7 @@ class View:
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or _Console()
         self._animated = self._console.is_terminal and not self._console.is_dumb_terminal
         self._bars: _Bars | None = None
         self._plan: Plan | None = None
@@ -202,6 +202,12 @@ class View:
         encoding = self._console.encoding
         text = "".join(x if x.isprintable() else "?" for x in text)
         return text.encode(encoding, "replace").decode(encoding, "replace")
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process, behind the back of the other workers."""
+        raise BrokenPipeError
 
 
 class _Bars:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,13 +102,18 @@ def run(args: argparse.Namespace) -> int:
     need("rich")
     from . import an4, spoken  # here, not above: help does without torch
 
+    progress = sys.stderr.isatty()
     if args.corpus == "an4":
-        data_dir = args.data_dir or cache_dir()
-        paths = an4.prepare(data_dir, download=not args.no_download, sha256=args.sha256 or "")
+        data_dir, sha256 = args.data_dir or cache_dir(), args.sha256 or ""
+        paths = an4.prepare(
+            data_dir, download=not args.no_download, progress=progress, sha256=sha256
+        )
         _report(paths, speakers=True)
         return 0
     if args.corpus == "spoken":
-        paths = spoken.prepare(args.data_dir, train=args.train, validation=args.validation)
+        paths = spoken.prepare(
+            args.data_dir, progress=progress, train=args.train, validation=args.validation
+        )
         _report(paths, speakers=True)
         return 0
     return _rebuild(args.manifest, args.data_dir, args.output)

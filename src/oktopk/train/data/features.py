@@ -6,6 +6,7 @@ map it into memory instead of reading it, so that eight of them on a machine hol
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
@@ -77,16 +79,29 @@ def compute(
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    bar = track(utterances, f"features ({kind})", disable=not progress, transient=True)
+    bar = track(
+        utterances,
+        f"features ({kind})",
+        console=Console(stderr=True),
+        disable=not progress,
+        transient=True,
+    )
     parts = [_KINDS[kind](load(utterance.audio)).T.contiguous() for utterance in bar]
     starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        torch.save({"frames": torch.cat(parts), "starts": starts}, temporary)
+        _save({"frames": torch.cat(parts), "starts": starts}, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _save(content: dict[str, Tensor], path: Path) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # torch does not say why
+        raise OSError(errno.ENOSPC, "torch could not write, there may be no room left") from error
 
 
 def open_corpus(
