@@ -577,21 +577,30 @@ class AllReducer:
         since = time.perf_counter()
         self._futures.append((future, result))
         self._has_data = has_data
-        with torch.cuda.stream(self._stream):  # does nothing where there is none
-            if ready is not None:
-                ready.wait()
-            if not self._broken:
-                try:
-                    self._take(gradients, last, absent)
-                except NonFiniteGradientError as error:
-                    self._error = error
-                except BaseException as error:
-                    self._error, self._broken = error, True
-            if self._error is not None:
-                self._zero(gradients)
-            if last or self._broken:
-                self._clear()
+        try:
+            with torch.cuda.stream(self._stream):  # does nothing where there is none
+                if ready is not None:
+                    ready.wait()
+                self._take_or_fail(gradients, last, absent)
+                if last or self._broken:
+                    self._clear()
+        except BaseException as error:  # of the device, say: nobody may wait for ever
+            self._error, self._broken = error, True
+            self._end_futures()
         self._busy += time.perf_counter() - since
+
+    def _take_or_fail(
+        self, gradients: Mapping[str, Tensor], last: bool, absent: Collection[str] | None
+    ) -> None:
+        if not self._broken:
+            try:
+                self._take(gradients, last, absent)
+            except NonFiniteGradientError as error:
+                self._error = error
+            except BaseException as error:
+                self._error, self._broken = error, True
+        if self._error is not None:
+            self._zero(gradients)
 
     @property
     def _step(self) -> int:
@@ -609,6 +618,9 @@ class AllReducer:
             self._moments.settle()
         for bucket in self._buckets:
             bucket.gradients, bucket.step = {}, None
+        self._end_futures()
+
+    def _end_futures(self) -> None:
         futures, self._futures = self._futures, []
         for future, result in futures:
             future.set_result(result)
