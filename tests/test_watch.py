@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from models import SMALL, attached, loss_of, net, parameters, run, sgd
@@ -40,7 +42,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.keys() == other.keys()
         for key in one:
             assert_same(one[key], other[key])
-    elif isinstance(one, list):
+    elif isinstance(one, list | tuple):
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):
             assert_same(a, b)
@@ -218,6 +220,144 @@ def test_a_step_is_discarded_once_and_by_all(ranks: Ranks) -> None:
     ranks.run(2, discard_wrongly)
 
 
+class Ends(nn.Module):
+    """A large head without a bias, which comes first in backward, and parts that may be unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 3000, bias=False)
+
+    def forward(self, x: Tensor, parts: str) -> Tensor:
+        x = self.first(x) if "first" in parts else x
+        x = self.middle(x) if "middle" in parts else x
+        y: Tensor = self.head(x)[:, :10] if "head" in parts else x
+        return y
+
+
+def unlike(rank: Rank, what: str) -> tuple[int, Tensor, Any]:
+    """Steps of which one is thrown away, by itself or, for comparison, explicitly."""
+    unused = what == "other parts"
+    model = DDP(Ends(), process_group=rank.group, find_unused_parameters=unused)
+    handle = oktopk.attach(model, OKTOPK, group=rank.own_group, dense_below=2000)
+    optimizer = sgd(model)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(rank.rank))
+    everything = "first middle head"
+    mine = ("first head", "middle")[rank.rank] if unused else everything
+    for step in range(5):
+        if step == 3:
+            optimizer.zero_grad()
+            (10 * model(x, everything)).square().mean().backward()
+            if what == "explicit":
+                handle.discard()
+        optimizer.zero_grad()
+        model(x + step, mine).square().mean().backward()
+        optimizer.step()
+    handle.check_replicas()
+    return handle.stats().totals.discarded_steps, parameters(model), handle.state_dict()["residual"]
+
+
+def test_it_is_noticed_whatever_comes_first_in_backward(ranks: Ranks) -> None:
+    for explicit, by_itself in zip(
+        ranks.run(2, unlike, "explicit"), ranks.run(2, unlike, "by itself"), strict=True
+    ):
+        assert explicit[0] == by_itself[0] == 1
+        assert_same(explicit[1:], by_itself[1:])
+    assert [discarded for discarded, *_ in ranks.run(2, unlike, "other parts")] == [1, 1]
+
+
+def saved_undecided(rank: Rank, folder: str) -> None:
+    """As a GAN does: the averages of the last backward of an iteration are cleared in the next."""
+    trained = []
+    for resumed in (False, True):
+        model, handle, optimizer = setup(rank, "ddp")
+        for step in range(10):
+            if step == 6:
+                kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                oktopk.checkpoint.save(f"{folder}/{resumed}", handle, shared=kept)
+                if resumed:
+                    model, handle, optimizer = setup(rank, "ddp")
+                    kept = oktopk.checkpoint.load(f"{folder}/{resumed}", handle).shared
+                    model.load_state_dict(kept["model"])
+                    optimizer.load_state_dict(kept["optimizer"])
+            optimizer.zero_grad()
+            loss_of(model, step, rank.rank).backward()
+            optimizer.step()
+            in_vain(rank, step, "", model, handle, optimizer)
+        trained.append((parameters(model), handle.state_dict()))
+    assert_same(trained[0][0], trained[1][0])
+    assert_same(trained[0][1], trained[1][1])
+
+
+def test_a_checkpoint_holds_no_step_that_nobody_has_used(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, saved_undecided, str(tmp_path))
+
+
+def after_a_nan(rank: Rank, nonfinite: str) -> None:
+    """Two backwards for a step, the second of which fails; then it goes on."""
+    scaler = torch.amp.grad_scaler.GradScaler("cpu", init_scale=8.0)
+    options = {"grad_scaler": scaler} if nonfinite == "scaler" else {"nonfinite": nonfinite}
+    model, handle = attached(rank, OKTOPK, None, **options)
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):
+            bad = torch.nan if (step, part, rank.rank) == (3, 1, 1) else 1.0
+            loss = loss_of(model, 2 * step + part, rank.rank) * bad
+            try:
+                (scaler.scale(loss) if nonfinite == "scaler" else loss).backward()
+            except oktopk.NonFiniteGradientError:
+                assert (nonfinite, step) == ("raise", 3)
+        if nonfinite == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    assert handle.stats().totals.discarded_steps == 0
+    handle.check_replicas()
+
+
+def zeros_at_the_ends(rank: Rank) -> None:
+    """Gradients that are zero without having been cleared, and then accumulate."""
+    model, handle = attached(rank, OKTOPK)
+    optimizer = sgd(model)
+    ends = [model.module[0], model.module[5]]
+    for step in range(4):
+        optimizer.zero_grad()
+        hooks = [p.register_hook(torch.zeros_like) for end in ends for p in end.parameters()]
+        loss_of(model, step, rank.rank).backward()
+        for hook in hooks:
+            hook.remove()
+        loss_of(model, 10 + step, rank.rank).backward()
+        optimizer.step()
+    assert handle.stats().totals.discarded_steps == 0
+
+
+def after_an_error_in_a_closure(rank: Rank) -> None:
+    model, handle = attached(rank, OKTOPK)
+    optimizer = sgd(model)
+
+    def closure(factor: float = torch.nan) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0, rank.rank) * factor
+        loss.backward()
+        return loss
+
+    optimizer.step(lambda: closure(1.0).item())
+    with pytest.raises(oktopk.NonFiniteGradientError):
+        optimizer.step(lambda: closure().item())
+    closure(1.0)
+    handle.discard()
+
+
+def test_what_is_left_of_a_failed_step(ranks: Ranks) -> None:
+    for nonfinite in ("skip", "raise", "scaler"):
+        ranks.run(2, after_a_nan, nonfinite)
+    ranks.run(2, zeros_at_the_ends)
+    ranks.run(2, after_an_error_in_a_closure)
+
+
 # What does not fit the optimizer.
 
 
@@ -225,13 +365,18 @@ def two_momentums(rank: Rank) -> None:
     model, _ = attached(rank, OKTOPK, momentum=0.9)
     with pytest.raises(ValueError, match="give the optimizer momentum=0"):
         run(rank, model, sgd(model, momentum=0.9), range(1))
-    run(rank, model, sgd(model, momentum=0.0), range(1))
+    other = {"params": [nn.Parameter(torch.zeros(3))], "momentum": 0.9}  # nobody averages it
+    optimizer = sgd(model, momentum=0.0)
+    optimizer.add_param_group(other)
+    run(rank, model, optimizer, range(1))
 
 
 def forgotten_scaler(rank: Rank, nonfinite: str) -> None:
     model, _ = attached(rank, OKTOPK, nonfinite=nonfinite)
     scaler = torch.amp.grad_scaler.GradScaler("cpu")
     optimizer = sgd(model)
+    if nonfinite == "raise":
+        run(rank, model, optimizer, range(1))  # at first it does without
     scale = torch.inf if nonfinite == "skip" else 1.0  # every step overflows
     scaler.scale(loss_of(model, 0, rank.rank) * scale).backward()
     with pytest.raises(ValueError, match="attach with grad_scaler=scaler"):
@@ -270,6 +415,47 @@ def test_a_skipped_step_moves_nothing_and_is_logged(ranks: Ranks) -> None:
     ]
     assert "so far 4 of 6 steps" in logs[0][2]
     assert logs[1] == []
+
+
+def skip_in_a_closure(rank: Rank, how: str, skipped: bool) -> Tensor:
+    """As Lightning does; batches before the last of a step are accumulated without averaging."""
+    model: Any
+    optimizer: Any
+    if how == "ddp":
+        model, _ = attached(rank, OKTOPK, nonfinite="skip")
+        optimizer = sgd(model, weight_decay=0.1)
+    else:
+        model = net()
+        inner = sgd(model, weight_decay=0.1)
+        optimizer = oktopk.DistributedOptimizer(
+            inner,
+            model.named_parameters(),
+            OKTOPK,
+            group=rank.own_group,
+            nonfinite="skip",
+            **SMALL,
+        )
+    for step in range(5):
+        if step == 2 and not skipped:
+            continue
+        optimizer.zero_grad()
+        with (model if how == "ddp" else optimizer).no_sync():
+            loss_of(model, step, rank.rank).backward()
+
+        def closure(step: int = step) -> None:
+            bad = step == 2 and rank.rank == 1
+            (loss_of(model, 50 + step, rank.rank) * (torch.nan if bad else 1.0)).backward()
+
+        optimizer.step(closure)
+    return parameters(model)
+
+
+@pytest.mark.parametrize("how", ["ddp", "wrapper"])
+def test_a_step_that_is_skipped_in_a_closure(ranks: Ranks, how: str) -> None:
+    """It moves nothing, and nothing of the next one is lost."""
+    assert_same(
+        ranks.run(2, skip_in_a_closure, how, True), ranks.run(2, skip_in_a_closure, how, False)
+    )
 
 
 def test_the_error_of_a_nan_names_the_scaler(ranks: Ranks) -> None:

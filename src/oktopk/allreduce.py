@@ -279,18 +279,29 @@ class SparseAllreduce:
         result that is thrown away; without this its gradient would wait in the residual and come
         back. All ranks must do it together, before the next step.
         """
-        before, self._before = self._before, None
-        if before is None:
+        if self._before is None:
             raise RuntimeError(
                 "there is no step to discard: none was taken since the start, or it was skipped, "
                 "discarded before, or the algorithm or the state was changed after it"
             )
-        if before.swapped:
+        self.rewind()
+        self._before = None
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the last step can still be taken back."""
+        return self._before is not None
+
+    def rewind(self) -> None:
+        """Change places with what was there before the last step. Doing it twice changes nothing.
+
+        Possible until the next step begins.
+        """
+        assert self._before is not None
+        if self._before.swapped:
             self._swap_residual()
-        elif not self._state.clean:  # `give_back` has written to a residual of zeros
-            self._residual.zero_()
         self._swap_velocity()
-        self._state = before.state
+        self._state, self._before = self._before.state, _Before(self._state, self._before.swapped)
 
     def _swap_residual(self) -> None:
         buffers = self._buffers
@@ -312,6 +323,11 @@ class SparseAllreduce:
 
         One rank takes it all, so that it is there once.
         """
+        assert self._before is not None
+        if not self._before.swapped:  # the residual before the step, zeros, stays for `rewind`
+            self._buffers.accumulated.zero_()
+            self._swap_residual()
+            self._before = _Before(self._before.state, swapped=True)
         here, applied = list(slices(step.out))[part]
         if self._transport.rank == part % self._transport.size:
             amount = applied.to(self._residual.dtype) * (self._transport.size / scale)
@@ -463,7 +479,7 @@ class _Before:
 
     state: State
     swapped: bool
-    """Whether residual and buffer were exchanged; if not, the residual was all zeros."""
+    """Whether residual and buffer were exchanged; if not, the residual is all zeros."""
 
 
 def agreed(kept: Mapping[str, Any]) -> str:

@@ -128,8 +128,6 @@ class Bucket:
     totals: Totals = field(default_factory=Totals)
     applied: list[int] = field(default_factory=list)
     """Entries applied to each parameter so far."""
-    last_applied: list[int] = field(default_factory=list)
-    """The same, of the last step."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """What has arrived in this step."""
     step: Step | None = None

@@ -78,7 +78,7 @@ def save(
         any_model: replace a checkpoint of other parameters, too; otherwise that is a ValueError.
     """
     reducer, folder = _reducer(handle), Path(folder)
-    state = reducer.state_dict()
+    state = reducer.state_dict(to_resume=True)
     data = folder / _new_name(reducer, folder, state, any_model)
     new: list[Path] = []
     files, problem = _write(data, new, state, shared, own)
@@ -288,7 +288,7 @@ class DistributedCheckpoint:
     def state_dict(self) -> dict[str, Any]:
         """To save: this rank's state. To load: room for those of the old ranks it takes on."""
         # Tensors of its own for each: what is loaded is written into them.
-        states = {_key(old): self._reducer.state_dict() for old in self._olds()}
+        states = {_key(old): self._reducer.state_dict(to_resume=True) for old in self._olds()}
         if self._squared is not None:  # to load: those that are there
             for state in states.values():
                 state["squares"] = {

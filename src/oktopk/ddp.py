@@ -25,7 +25,7 @@ from .buckets import Options
 from .engine import AllReducer, log
 from .handle import Handle
 from .transport import NonFiniteGradientError
-from .watch import watch
+from .watch import clear_skipped, watch
 from .worker import raised_by_all
 
 Hook = Callable[["Compression", GradBucket], Future[Tensor]]
@@ -179,6 +179,8 @@ class Compression(Handle):
                 reducer.wait()
             except BaseException as error:
                 self._raise_later(queue_callback, error)
+            if reducer.leave_out and reducer.stepping:  # in a closure: nobody else would
+                queue_callback(lambda: clear_skipped(reducer))
 
         queue_callback(wait)
 

@@ -35,7 +35,15 @@ from .allreduce import SparseAllreduce
 from .buckets import Bucket, Options, Slot, cut, slots_of, summarize
 from .moments import Moments, Squares
 from .stats import StepStats, Summary, Totals, together
-from .transport import NonFiniteGradientError, Operation, PeerError, Transport, in_words, place_of
+from .transport import (
+    NonFiniteGradientError,
+    Operation,
+    PeerError,
+    Transport,
+    device_of,
+    in_words,
+    place_of,
+)
 from .worker import worker
 
 T = TypeVar("T")
@@ -100,6 +108,7 @@ class AllReducer:
         self._may_be_left_out = may_be_left_out
         self._algorithm = algorithm
         self._worker = worker(group)
+        self._device = device_of(self._worker.group)
         self._lock = threading.Lock()
         self._subscribers: list[Callable[[StepStats], None]] = []
         self._leave_trainer: Callable[[], None] = lambda: None
@@ -107,6 +116,7 @@ class AllReducer:
         self._busy = self._waited = 0.0
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._used: dict[str, int] = {}
+        self._announced: dict[str, weakref.ref[Tensor]] = {}
         self._has_data: bool | None = None
         self._weight = 1.0
         """What turns an average over all ranks into one over those that have data."""
@@ -122,6 +132,8 @@ class AllReducer:
         """Whether an optimizer of these parameters is in its `step`; see watch.py."""
         self.stepped = True
         """Whether an optimizer has stepped since the last averages came, or none have come."""
+        self.leave_out = False
+        """Whether the last step was skipped, and an optimizer has yet to leave it out."""
         self._probe: tuple[str, Tensor] | None = None
         self.notes: dict[str, Any] = {}
         """What an optimizer has to remember of sparse steps: plain values, saved in the state."""
@@ -140,12 +152,18 @@ class AllReducer:
         """
         for name, parameter in named_parameters:
             _reducers[parameter] = weakref.ref(self), name
+            self._announced[name] = weakref.ref(parameter)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that were announced, by name."""
+        found = ((name, reference()) for name, reference in self._announced.items())
+        return {name: parameter for name, parameter in found if parameter is not None}
 
     def _build(self) -> None:
         """Cut the parameters into buckets. Backward makes the last gradients first."""
         problem = self._problem()
         device = self._slots[0].device if self._slots else None
-        self._transport = Transport(self._worker.group, None if problem else device)
+        self._transport = Transport(self._worker.group, self._device if problem else device)
         with self._transport.together(Operation.BEGIN):
             self._agree_to_begin(problem)
             self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
@@ -221,6 +239,15 @@ class AllReducer:
         return self._step
 
     @property
+    def discards(self) -> bool:
+        """Whether steps whose averages are cleared before anyone uses them are taken back.
+
+        Not before an optimizer has been seen that steps with them: who updates parameters by hand
+        has used averages that are cleared.
+        """
+        return self.optimized and self.options.cleared == "discard"
+
+    @property
     def optimized(self) -> bool:
         """Whether an optimizer has ever stepped with averages; saved in the state."""
         return bool(self.notes.get("optimized"))
@@ -234,12 +261,6 @@ class AllReducer:
     def totals(self) -> Totals:
         """Sums over all steps so far, as the communication thread goes on writing them."""
         return self._totals
-
-    def applied_to(self, name: str) -> int:
-        """The number of entries of a parameter's average in the last step."""
-        bucket = self._bucket_of[name]
-        position = next(i for i, slot in enumerate(bucket.slots) if slot.name == name)
-        return bucket.last_applied[position]
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -310,13 +331,9 @@ class AllReducer:
         """Take back the last step, exactly; see `Handle.discard`. False if there is none."""
 
         def take_back() -> bool:
-            if self.stepped or any(bucket.gradients for bucket in self._buckets):
+            if not self._undecided():
                 return False
-            for bucket in self._buckets:
-                bucket.reduce.discard()
-            self._moments, self._squares = self._before
-            if self._moments is not None and self.sparse:
-                self._moments.discard()
+            self._rewind()
             self._totals.discarded_steps += 1
             self.stepped = True
             return True
@@ -452,8 +469,14 @@ class AllReducer:
         """Totals and means so far."""
         return self._run(lambda: summarize(self._buckets, self._totals, self._busy, self._waited))
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, of this rank: tensors and plain values."""
+    def state_dict(self, to_resume: bool = False) -> dict[str, Any]:
+        """All that the next step depends on, of this rank: tensors and plain values.
+
+        Args:
+            to_resume: for a run that goes on from here without gradients. If no optimizer has
+                stepped with the last averages yet, they are lost then, so the state is that from
+                before their step (with the option `cleared="discard"`).
+        """
 
         def take() -> dict[str, Any]:
             kept = {"notes": copy.deepcopy(self.notes), "moments": {}, "squares": {}}
@@ -461,7 +484,16 @@ class AllReducer:
                 kept |= {"moments": self._moments.state_dict(), "squares": self._moments.squares()}
             return state.pack(self._buckets, self._algorithm, self._transport) | kept
 
-        return self._run(take)
+        def rewound() -> dict[str, Any]:
+            if not (self._undecided() and self.discards):
+                return take()
+            self._rewind()
+            try:
+                return take()
+            finally:
+                self._rewind()
+
+        return self._run(rewound if to_resume else take)
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where the state was taken: all ranks together, each with its own.
@@ -564,6 +596,19 @@ class AllReducer:
 
     # What the communication thread does.
 
+    def _undecided(self) -> bool:
+        """Whether nobody has used the last averages yet, and their step can be taken back."""
+        return not self.stepped and all(bucket.reduce.can_rewind for bucket in self._buckets)
+
+    def _rewind(self) -> None:
+        """Change places with what was there before the last step; see `SparseAllreduce.rewind`."""
+        for bucket in self._buckets:
+            bucket.reduce.rewind()
+        now = self._moments, self._squares
+        (self._moments, self._squares), self._before = self._before, now
+        if self._moments is not None and self.sparse:
+            self._moments.rewind()
+
     def _arrive(
         self,
         gradients: Mapping[str, Tensor],
@@ -601,6 +646,7 @@ class AllReducer:
                 self._error, self._broken = error, True
         if self._error is not None:
             self._zero(gradients)
+            self.stepping = False  # after an exception torch does not say that a step has ended
 
     @property
     def _step(self) -> int:
@@ -668,6 +714,7 @@ class AllReducer:
         return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def _begin(self, bucket: Bucket, factor: float) -> None:
+        self.stepped = True  # the step before can no longer be taken back
         moments = self._moments
         rest = (self._name, self._buckets.index(bucket), moments and moments.interval)
         place = place_of(Operation.STEP, self._step, rest)
@@ -701,12 +748,11 @@ class AllReducer:
         sparse = [b for b in self._buckets if not b.reduce.dense]
         self.sparse = frozenset(slot.name for bucket in sparse for slot in bucket.slots)
         steps = [(b, b.step) for b in self._buckets if b.step is not None]
-        self.skipped = not all(step.finite for _, step in steps)
+        self.skipped, self.leave_out = not all(step.finite for _, step in steps), False
         if not self.skipped:
             self._find_unused()
             for bucket, step in steps:
                 bucket.reduce.commit(step)
-                bucket.last_applied = step.applied
                 bucket.applied = [a + b for a, b in zip(bucket.applied, step.applied, strict=True)]
             self._give_back_unused(steps)
             self._before = self._moments, dict(self._squares)
@@ -722,6 +768,7 @@ class AllReducer:
         """A NaN or Inf somewhere: all ranks leave the step out."""
         for bucket, step in steps:
             bucket.reduce.skip(step, 0.0 if self._scaler is None else math.nan)
+        self.leave_out = self._scaler is None
         skipped = self._totals.skipped_steps + 1
         if self._scaler is None and skipped & (skipped - 1) == 0 and self.rank == 0:
             log.warning(

@@ -119,14 +119,17 @@ class Moments:
             self._begin_anew()
         self._pending = False
 
-    def discard(self) -> None:
-        """Take back the last step."""
-        self._set(self._before)
-        if self._spare:
-            self._sums, self._spare = self._spare, self._sums
-        else:
-            self._begin_anew()
+    def rewind(self) -> None:
+        """Change places with what was there before the last step. Doing it twice changes nothing.
+
+        Where the sums before it were not kept, they are zeros.
+        """
+        if not self._spare:
             self._spare = self._zeros()
+            self._before |= {"steps": 0, "used": dict.fromkeys(self._used, 0)}
+        before, self._before = self._before, self.state_dict()
+        self._set(before)
+        self._sums, self._spare = self._spare, self._sums
 
     def _begin_anew(self) -> None:
         self._steps = 0

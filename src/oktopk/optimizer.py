@@ -17,8 +17,8 @@ from .algorithms import Algorithm
 from .buckets import Options
 from .engine import AllReducer, log
 from .handle import Handle
-from .transport import Operation
-from .watch import discard_if_cleared, watch
+from .transport import NonFiniteGradientError, Operation
+from .watch import clear_skipped, discard_if_cleared, watch
 from .worker import raised_by_all
 
 _KEY = "compression"
@@ -90,8 +90,7 @@ class DistributedOptimizer(Handle, Optimizer):
         advise(self._reducer)
         self._buckets = self._reducer.buckets
         names = (name for bucket in self._buckets for name in bucket)
-        self._averaged = {name: self._parameters[name] for name in names}
-        self._end_watch = watch(self._reducer, self._averaged)
+        self._end_watch = watch(self._reducer, {name: self._parameters[name] for name in names})
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}
         self._sync = True
@@ -188,12 +187,18 @@ class DistributedOptimizer(Handle, Optimizer):
                 "nobody would average it: wrap again after unfreezing (close() this one first)"
             )
         if self._backward is None:  # on a rank without a backward nobody has looked yet
-            discard_if_cleared(self.reducer, self._averaged)
+            discard_if_cleared(self.reducer)
         while self._submitted < len(self._buckets):
             self._submit()
         self._new_round()
-        self.reducer.wait()
+        try:
+            self.reducer.wait()
+        except NonFiniteGradientError:
+            self._synchronized = True  # who catches it and steps moves nothing
+            raise
         self._synchronized = True
+        if self.reducer.leave_out and self.reducer.stepping:  # in a closure: nobody else would
+            clear_skipped(self.reducer)
         for name in self.reducer.unused:
             self._parameters[name].grad = None
 

@@ -67,6 +67,17 @@ class PeerError(RuntimeError):
     """Another rank died, hung, left or did something else while this one was talking to it."""
 
 
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where messages of a group are, if nobody says otherwise: the current GPU of an NCCL group.
+
+    Each thread has a current GPU of its own, so this must be asked in the training thread.
+    """
+    initialized = dist.is_available() and dist.is_initialized()
+    if initialized and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Transport:
     """A process group seen from one rank. Without torch.distributed: a group of one."""
 
@@ -83,7 +94,7 @@ class Transport:
                     "SparseAllreduce only on the ranks of the group"
                 )
             if device is None:
-                device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+                device = device_of(group)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not "

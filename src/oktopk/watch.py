@@ -1,7 +1,7 @@
 """What becomes of averages: whether an optimizer steps with them, and whether both fit together.
 
 Every step of any torch optimizer passes through `_before` and `_after`, and every backward through
-`_discard_if_cleared`, before it touches a gradient. Nothing here communicates: all ranks run the
+`_Look`, before it touches a gradient. Nothing here communicates: all ranks run the
 same program, so all come to the same conclusion. A rank that does not is found by the next step,
 which compares where ranks are.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -24,8 +25,6 @@ from torch.optim.optimizer import (
 
 from .engine import AllReducer, log, reducer_of
 
-_SMALL = 1 << 16
-"""Elements of a parameter that is quickly looked at."""
 _SCALER_FILE = inspect.getfile(torch.amp.grad_scaler.GradScaler)
 _hooks: list[Any] = []
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[AllReducer]]]]
@@ -42,49 +41,49 @@ def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callab
     """
     global _announcements
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before))
-        _hooks.append(register_optimizer_step_post_hook(_after))
+        # Also in a step that is compiled: there is nothing in them to compile.
+        _hooks.append(register_optimizer_step_pre_hook(_disable_dynamo(_before)))
+        _hooks.append(register_optimizer_step_post_hook(_disable_dynamo(_after)))
     reducer.announce(named_parameters.items())
     _announcements += 1
-    # Both ends of the model: whichever of them backward comes to first, the other tells, too,
-    # whether gradients have been cleared.
-    small = [item for item in named_parameters.items() if item[1].numel() <= _SMALL]
-    order = small or list(named_parameters.items())
-    probes = {name: weakref.ref(p) for name, p in (order[0], order[-1])}
-    mine = weakref.ref(reducer)
-
-    def look(gradient: Tensor) -> None:
-        reducer = mine()
-        if reducer is not None and not reducer.stepped:
-            found = {name: p for name, ref in probes.items() if (p := ref()) is not None}
-            discard_if_cleared(reducer, found)
-
-    handles = [named_parameters[name].register_hook(look) for name in probes]
+    look = _Look(reducer)
+    handles = [parameter.register_hook(look) for parameter in named_parameters.values()]
 
     def end() -> None:
         for handle in handles:
             handle.remove()
 
+    weakref.finalize(reducer, end)
     return end
 
 
-def discard_if_cleared(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> None:
-    """Take back the last step if its averages were cleared before an optimizer stepped with them.
+class _Look:
+    """Called by backward before it writes to the gradient of a parameter, whichever it is.
 
-    Not before an optimizer has been seen that steps with them: who updates parameters by hand has
-    used averages that are cleared.
-
-    Args:
-        named_parameters: some of the reducer's parameters, to look at.
+    The first call of a backward decides. It holds the reducer weakly: parameters keep their hooks
+    where the garbage collector does not look.
     """
-    if reducer.stepped or not reducer.optimized or reducer.options.cleared == "keep":
+
+    def __init__(self, reducer: AllReducer) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._backward = -1
+
+    def __call__(self, gradient: Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is None or reducer.stepped:
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            discard_if_cleared(reducer)
+
+
+def discard_if_cleared(reducer: AllReducer) -> None:
+    """Take back the last step, if its averages were cleared before an optimizer used them."""
+    if reducer.stepped or not reducer.discards:
         return
-    looked_at = named_parameters.keys() - reducer.unused
-    if not looked_at or not all(
-        _is_cleared(named_parameters[name], reducer.applied_to(name)) for name in looked_at
-    ):
-        return
-    if not reducer.discard():
+    used = [p for name, p in reducer.parameters().items() if name not in reducer.unused]
+    if not all(map(_is_cleared, used)) or not reducer.discard():
         return
     if reducer.rank == 0 and reducer.totals.discarded_steps == 1:
         log.warning(
@@ -96,16 +95,16 @@ def discard_if_cleared(reducer: AllReducer, named_parameters: Mapping[str, Tenso
         )
 
 
-def _is_cleared(parameter: Tensor, applied: int) -> bool:
-    gradient = parameter.grad
-    return gradient is None or (applied > 0 and not bool(gradient.any()))
+def _is_cleared(parameter: Tensor) -> bool:
+    return parameter.grad is None or not bool(parameter.grad.any())
 
 
 def _before(optimizer: Optimizer, *_: Any) -> None:
-    for reducer in _reducers(optimizer, _refuse_unknown_scaler):
+    for reducer in _reducers(optimizer):
         _refuse_second_momentum(optimizer, reducer)
-        if reducer.skipped:
-            _leave_out(optimizer, reducer)
+        _refuse_unknown_scaler(reducer)
+        if reducer.leave_out:
+            clear_skipped(reducer)
         reducer.notes["optimized"] = reducer.stepped = reducer.stepping = True
 
 
@@ -114,42 +113,43 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
         reducer.stepping, reducer.stepped = False, True
 
 
-def _reducers(
-    optimizer: Optimizer, check: Callable[[AllReducer], None] = lambda reducer: None
-) -> list[AllReducer]:
-    """Who averages gradients of an optimizer's parameters; `check` is called for a new one."""
+def _reducers(optimizer: Optimizer) -> list[AllReducer]:
+    """Who averages gradients of an optimizer's parameters."""
     key = _announcements, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _found or _found[optimizer][0] != key:
         pairs = (reducer_of(p) for group in optimizer.param_groups for p in group["params"])
         found = {pair[0]: None for pair in pairs if pair is not None}
-        for reducer in found:
-            check(reducer)
         _found[optimizer] = key, [weakref.ref(reducer) for reducer in found]
     reducers = (reference() for reference in _found[optimizer][1])
     return [reducer for reducer in reducers if reducer is not None and not reducer.closed]
 
 
-def _leave_out(optimizer: Optimizer, reducer: AllReducer) -> None:
-    """Let the step leave a reducer's parameters alone, after a step that was skipped.
+def clear_skipped(reducer: AllReducer) -> None:
+    """Let optimizers leave a reducer's parameters alone, after a step that was skipped.
 
     Averages of zero would still move them, by momentum and weight decay; optimizers do not touch
     parameters without a gradient.
     """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            pair = reducer_of(p)
-            if pair is not None and pair[0] is reducer:
-                p.grad = None
+    for p in reducer.parameters().values():
+        p.grad = None
+    reducer.leave_out = False
+
+
+def _averages(reducer: AllReducer, parameter: Tensor) -> bool:
+    pair = reducer_of(parameter)
+    return pair is not None and pair[0] is reducer
 
 
 def _refuse_second_momentum(optimizer: Optimizer, reducer: AllReducer) -> None:
-    groups: Iterable[Mapping[str, Any]] = optimizer.param_groups
-    if reducer.options.momentum and any(group.get("momentum") for group in groups):
-        raise ValueError(
-            f"both compression (momentum={reducer.options.momentum}) and "
-            f"{type(optimizer).__name__} have momentum: give the optimizer momentum=0, or attach "
-            "without momentum="
-        )
+    if not reducer.options.momentum:
+        return
+    for group in optimizer.param_groups:
+        if group.get("momentum") and any(_averages(reducer, p) for p in group["params"]):
+            raise ValueError(
+                f"both compression (momentum={reducer.options.momentum}) and "
+                f"{type(optimizer).__name__} have momentum: give the optimizer momentum=0, or "
+                "attach without momentum="
+            )
 
 
 def _refuse_unknown_scaler(reducer: AllReducer) -> None:

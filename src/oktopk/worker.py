@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .transport import Operation, Transport
+from .transport import Operation, Transport, device_of
 
 T = TypeVar("T")
 log = logging.getLogger("oktopk")
@@ -146,12 +146,13 @@ def raised_by_all(group: dist.ProcessGroup | None) -> Iterator[None]:
     telling = f", where it tells of a mistake of its own: {problem}" if problem else ""
 
     def tell() -> None:
-        transport = Transport(here.group)
+        transport = Transport(here.group, device)
         with transport.together(Operation.BEGIN):
             transport.agree(problem, "no mistake", "correct it")
 
     try:
         here = worker(group)
+        device = device_of(here.group)
         here.run(tell, Operation.BEGIN.value + telling)
     except Exception:
         if mistake is None:
