@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 from launch import Warm
-from models import SMALL, attached, logged, loss_of, net, run, sgd
+from models import SMALL, attached, logged, loss_of, net, parameters, run, sgd
 from ranks import Rank, Ranks
 from test_engine import ended
 
@@ -252,3 +256,72 @@ def test_to_look_is_not_collective(ranks: Ranks) -> None:
     assert len(told) == 5
     for error in told:
         assert error.startswith("RuntimeError: compression begins in the first backward: call sta")
+
+
+def train_two(rank: Rank, at_once: bool) -> list[Tensor]:
+    """Two models, each with a group of its own, in two threads or one after the other."""
+    groups = (rank.group, rank.own_group)
+    pairs = []
+    for seed, group in enumerate(groups):
+        model = net(seed)
+        wrapped = oktopk.DistributedOptimizer(
+            sgd(model), model.named_parameters(), OKTOPK, group=group, **SMALL
+        )
+        pairs.append((model, wrapped))
+    calls = [partial(run, rank, model, wrapped, range(10)) for model, wrapped in pairs]
+    if at_once:
+        with ThreadPoolExecutor() as pool:
+            for answer in [pool.submit(call) for call in calls]:
+                answer.result()
+    else:
+        for call in calls:
+            call()
+    return [parameters(model) for model, _ in pairs]
+
+
+def test_two_threads_train(ranks: Ranks) -> None:
+    alone = ranks.run(2, train_two, False)[0]
+    for weights in ranks.run(2, train_two, True):
+        assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
+
+
+LEAVING = """
+import sys, time
+from datetime import timedelta
+import torch, oktopk
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group(
+    "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+)
+model = DDP(torch.nn.Linear(300, 300))
+handle = oktopk.attach(model, oktopk.OkTopk(density=0.02))
+
+def step():
+    model(torch.randn(4, 300)).sum().backward()
+
+def fail(stats):
+    raise KeyError("no such metric")
+
+step()
+began = time.monotonic()
+"""
+LEAVES = {
+    # What rank 1 does, what rank 0 does, rank 1's exit code, what rank 0 is told that it was in.
+    "exit": ("sys.exit()", "handle.check_replicas()", 0, "check_replicas"),
+    "subscriber": ("handle.subscribe(fail)\n    step()", "step(), step()", 1, "training step 2"),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_a_rank_that_leaves_ends_the_others(warm: Warm, leave: str, tmp_path: Path) -> None:
+    one, other, code, what = LEAVES[leave]
+    script = f"{LEAVING}if rank == 1:\n    {one}\ntry:\n    {other}\n"
+    script += "finally:\n    assert time.monotonic() - began < 30\n"
+    left, leaver = ended(warm, script, tmp_path)
+    assert leaver.code == code, leaver.err
+    assert ("KeyError: 'no such metric'" in leaver.err) == (code == 1)
+    assert left.code == 1
+    assert f"PeerError: rank 0 of 2, in {what}" in left.err

@@ -241,14 +241,14 @@ def attach(
             "single process, too, where there is nothing to average. Without DDP, and without "
             "torch.distributed in a single process, use oktopk.DistributedOptimizer"
         )
-    with raised_by_all(ddp.process_group):
+    with raised_by_all(ddp.process_group, ddp.device):
         _check_ddp(ddp)
         _check_group(ddp, group)
         settings = Options.of(**options)
         handle = Compression(ddp, algorithm, settings, group, _has_unused(ddp), trainer)
     handle.start()
     try:
-        with raised_by_all(ddp.process_group):
+        with raised_by_all(ddp.process_group, ddp.device):
             _register(ddp, handle)
     except Exception:
         handle.close()

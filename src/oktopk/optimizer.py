@@ -68,7 +68,7 @@ class DistributedOptimizer(Handle, Optimizer):
     ) -> None:
         # Not Optimizer.__init__: parameters, groups and state are those of `optimizer`.
         self.optimizer = optimizer
-        with raised_by_all(group):
+        with raised_by_all(group, _device(optimizer)):
             named_parameters = list(named_parameters)
             self._all = dict(named_parameters)
             self._frozen = [p for _, p in named_parameters if not p.requires_grad]
@@ -285,6 +285,12 @@ class DistributedOptimizer(Handle, Optimizer):
         if name == "optimizer" or name.startswith("__"):  # not there yet, or not to be found
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+def _device(optimizer: Optimizer) -> torch.device | None:
+    """Of the first parameter; None if there is none, or if this is no optimizer."""
+    groups = getattr(optimizer, "param_groups", ())
+    return next((p.device for group in groups for p in group["params"]), None)
 
 
 def _trained(

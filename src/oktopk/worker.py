@@ -128,13 +128,14 @@ def worker(group: dist.ProcessGroup | None) -> Worker:
 
 
 @contextlib.contextmanager
-def raised_by_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+def raised_by_all(group: dist.ProcessGroup | None, device: torch.device | None) -> Iterator[None]:
     """Raise on all ranks what one of them raises in this block; the others would wait for it.
 
     Collective, at the end of the block.
 
     Args:
         group: as for `worker`.
+        device: of the model, if known.
     """
     mistake: Exception | None = None
     problem = None
@@ -146,13 +147,15 @@ def raised_by_all(group: dist.ProcessGroup | None) -> Iterator[None]:
     telling = f", where it tells of a mistake of its own: {problem}" if problem else ""
 
     def tell() -> None:
-        transport = Transport(here.group, device)
+        transport = Transport(here.group, where)
         with transport.together(Operation.BEGIN):
             transport.agree(problem, "no mistake", "correct it")
 
     try:
         here = worker(group)
-        device = device_of(here.group)
+        where = device_of(here.group)
+        if where.type == "cuda" and device is not None and device.type == "cuda":
+            where = device  # NCCL needs this rank's own GPU
         here.run(tell, Operation.BEGIN.value + telling)
     except Exception:
         if mistake is None:
@@ -174,7 +177,7 @@ def _group_like_default() -> Any:
 
 
 def _who(group: dist.ProcessGroup | None) -> str:
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         return "this process"
     return f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
 
