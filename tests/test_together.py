@@ -296,32 +296,51 @@ store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group(
     "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
 )
-model = DDP(torch.nn.Linear(300, 300))
-handle = oktopk.attach(model, oktopk.OkTopk(density=0.02))
+layers = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+model = DDP(layers, bucket_cap_mb=0.2)
+handle = oktopk.attach(model, oktopk.TopkA(density=0.02), bucket_mb=0.3)
 
 def step():
     model(torch.randn(4, 300)).sum().backward()
 
-def fail(stats):
+def fail(what):
+    time.sleep(0.2)
     raise KeyError("no such metric")
 
-step()
+for _ in range(3):
+    step()
 began = time.monotonic()
 """
 LEAVES = {
-    # What rank 1 does, what rank 0 does, rank 1's exit code, what rank 0 is told that it was in.
-    "exit": ("sys.exit()", "handle.check_replicas()", 0, "check_replicas"),
-    "subscriber": ("handle.subscribe(fail)\n    step()", "step(), step()", 1, "training step 2"),
+    # What rank 1 does and how it ends, what rank 0 does and is told that it was in.
+    "exit": ("sys.exit()", "", "handle.check_replicas()", "check_replicas"),
+    "subscriber": (
+        "handle.subscribe(fail)\n    step()",
+        "KeyError: 'no such metric'",
+        "step(), step()",
+        "training step 4",
+    ),
+    # The other rank is exchanging gradients: nothing else may be sent to it.
+    "half a step": (
+        "layers[0].weight.register_hook(fail)\n"
+        "    try:\n"
+        "        step()\n"
+        "    finally:\n"
+        "        oktopk.checkpoint.save('checkpoint', handle)",
+        "RuntimeError: checkpoint.save in the middle of a step",
+        "step()",
+        "training step 3",
+    ),
 }
 
 
 @pytest.mark.parametrize("leave", LEAVES)
 def test_a_rank_that_leaves_ends_the_others(warm: Warm, leave: str, tmp_path: Path) -> None:
-    one, other, code, what = LEAVES[leave]
+    one, error, other, what = LEAVES[leave]
     script = f"{LEAVING}if rank == 1:\n    {one}\ntry:\n    {other}\n"
     script += "finally:\n    assert time.monotonic() - began < 30\n"
     left, leaver = ended(warm, script, tmp_path)
-    assert leaver.code == code, leaver.err
-    assert ("KeyError: 'no such metric'" in leaver.err) == (code == 1)
+    assert leaver.code == (1 if error else 0), leaver.err
+    assert error in leaver.err
     assert left.code == 1
     assert f"PeerError: rank 0 of 2, in {what}" in left.err

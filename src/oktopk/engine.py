@@ -563,12 +563,21 @@ class AllReducer:
     ) -> T:
         """Run what all ranks must do together; see `Transport.together` and `Worker.run`.
 
-        After a PeerError nobody knows what the others do, so this ends then.
+        After a PeerError nobody knows what the others do, so this ends then. And in a step they
+        may exchange gradients, which must not be mixed up with anything else.
         """
+        after_step = self._worker.is_current  # a subscriber, which is told when ranks are done
 
         def join() -> T:
             if isinstance(self._error, PeerError):
                 raise self._error
+            if self._futures and not after_step:
+                raise RuntimeError(
+                    f"{operation.value} in the middle of a step: a backward is under way, or has "
+                    "failed half-way on this rank, and others may still be in it. If it failed on "
+                    "all ranks, DistributedOptimizer.zero_grad() forgets it; a model in DDP "
+                    "cannot go on. If not, restart all from the last checkpoint"
+                )
             try:
                 with self._transport.together(operation, (self._name, what)):
                     return task()

@@ -105,6 +105,10 @@ class Transport:
         self.place: int | None = None
         """Where in its program this rank is, see `place_of`. Unless None, it travels with numbers
         that are traded, and ranks that are not at the same place fail before they mix data."""
+        self._held: tuple[Tensor, ...] = ()
+        """Small tensors of the last collective. A thread of Gloo's lets go of them a moment after
+        its end. If it were the last to do so, it would need the interpreter, and abort the process
+        where that has just ended."""
         self.reset()
 
     def reset(self) -> None:
@@ -120,6 +124,7 @@ class Transport:
             return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
         self._count(share, share)
+        self._held = (tensor,) if tensor.nbytes <= _SMALL else ()
         with self.peers("an allreduce"):
             dist.all_reduce(tensor, group=self.group)
 
@@ -148,6 +153,7 @@ class Transport:
             return [tensor]
         self._count(tensor.nbytes * (self.size - 1), tensor.nbytes * (self.size - 1))
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._held = (tensor, *gathered)
         with self.peers("an allgather"):
             dist.all_gather(gathered, tensor, group=self.group)
         return gathered
@@ -169,6 +175,7 @@ class Transport:
             rows = [[*row, self.place] for row in rows]
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
+        self._held = mine, theirs
         share = mine[1:].nbytes
         self._count(share, share)
         with self.peers("an all-to-all"):

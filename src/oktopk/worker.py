@@ -75,7 +75,7 @@ class Worker:
             what: what all ranks must do for the task to end. It is logged, once, if it takes long.
             patience: how long that is, in seconds; None: `LATE`.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return task()
         answer = self.submit(task)
         patience = LATE if patience is None else patience
@@ -91,6 +91,11 @@ class Worker:
                     what,
                 )
         return answer.result()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is a task of this worker, or what such a task has called."""
+        return threading.current_thread() is self._thread
 
     def _move(self) -> None:
         """Into a forked child, which has none of its parent's threads."""
