@@ -53,7 +53,8 @@ class Handle:
         A gradient that came once waits in the residuals until it is applied. Where averages are
         not used, as in a step that is left out because its norm is too large, call this instead
         of `optimizer.step()`: residuals, thresholds and moments are then those from before the
-        step, as if its gradient had never come. `p.grad` is left as it is.
+        step, as if its gradient had never come. (The first time, the sums of squares from which
+        `oktopk.AdamW` follows gradients begin anew.) `p.grad` is left as it is.
 
         All ranks must call it, before the next backward. See the option `cleared` for averages
         that are cleared without this.
