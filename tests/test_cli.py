@@ -147,6 +147,7 @@ def test_booleans(line: str, value: bool) -> None:
         ("train --augment=perhaps", "expected true or false"),
         ("train --no-augment=1", "takes no value"),
         ("train --nworkers 0", "--nworkers is 0, but must be at least 1"),
+        ("train --nworkers 100000", "at most 256 are started on one machine"),
         ("train --dataset nope", "must be one of an4, spoken, manifest"),
         ("train --lr nan", "--lr is nan"),
         ("train --sigma-scale nan --compressor topka", "--sigma-scale is nan"),

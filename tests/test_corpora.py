@@ -942,8 +942,9 @@ def test_synthesiser_that_cannot_begin_says_so(tmp_path: Path) -> None:
 
 
 def test_spoken_refusals(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="at least 1"):
-        spoken.prepare(tmp_path, train=0)
+    for count in (0, 10**30):
+        with pytest.raises(UserError, match="at least 1 and at most 1000000 of each"):
+            spoken.prepare(tmp_path, train=count)
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="set OKTOPK_CACHE"):
         spoken.prepare(tmp_path / "file", train=1, validation=1)
@@ -993,6 +994,8 @@ def test_command_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     arguments = ("--data-dir", str(tmp_path / "new"), "--output", str(output))
     assert run("manifest", str(old), *arguments) == 0
     assert len(manifest.read(output)) == 1
+    with pytest.raises(UserError, match="is a folder; name a file in it"):
+        run("manifest", str(old), *arguments[:2], "--output", "")
     many = listing(tmp_path / "many.csv", "x/a.wav", "x/b.wav")
     assert run("manifest", str(many), "--data-dir", str(tmp_path / "new")) == 1
     assert len(manifest.read(many)) == 1  # written over

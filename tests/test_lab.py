@@ -482,7 +482,9 @@ def test_loopback(capfd: pytest.CaptureFixture[str]) -> None:
         ("--loopback --delay 1ms -- true", "leave out either --delay or --loopback"),
         ("--loopback --hosts 0 -- true", "take 1 to 254"),
         ("--loopback --hosts two -- true", "--hosts"),
-        ("--ranks-per-host 0 -- true", "take 1 or more"),
+        ("--loopback --loss inf -- true", "take 0 or more, below 100"),
+        ("--ranks-per-host 0 -- true", "take 1 to 256"),
+        ("--loopback --ranks-per-host 1000000 -- true", "take 1 to 256"),
         ("-- no-such-command", "there is no command no-such-command"),
     ],
 )
@@ -491,6 +493,23 @@ def test_mistakes(arguments: str, says: str, capfd: pytest.CaptureFixture[str]) 
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x7fELF and nothing", "Exec format error"),
+        (b"#!/nowhere/python\n", "No such file or directory"),
+    ],
+)
+def test_a_command_that_is_no_program(
+    content: bytes, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = tmp_path / "command"
+    command.write_bytes(content)
+    command.chmod(0o755)
+    assert main(["lab", "--loopback", "--", str(command)]) == 2
+    assert capfd.readouterr().err == f"oktopk: error: {command} cannot be started: {says}\n"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ EXAMPLES = """examples:
   oktopk lab --hosts 2 --ranks-per-host 2 --loopback -- python script.py --seed {rank}
 """
 
+_MOST_RANKS = 256  # on a host
 _SECONDS_ALONE = 3.0  # for ranks to end by themselves after one has failed
 _SECONDS_TO_END = 10.0  # after they were asked to
 _INTERVAL = 0.02
@@ -86,8 +87,8 @@ def run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         raise UserError(
             f"there is no command {command[0]}: give its path, or activate its environment"
         )
-    if parsed.ranks_per_host < 1:
-        raise UserError(f"--ranks-per-host is {parsed.ranks_per_host}: take 1 or more")
+    if not 1 <= parsed.ranks_per_host <= _MOST_RANKS:
+        raise UserError(f"--ranks-per-host is {parsed.ranks_per_host}: take 1 to {_MOST_RANKS}")
     link = Link(parsed.rate, parsed.delay, parsed.loss)
     if parsed.loopback and (link.shaped or link.far):
         given = "--rate" if link.shaped else "--delay" if link.seconds else "--loss"

@@ -134,11 +134,14 @@ class Hosts(ABC):
         # Otherwise torch's backends look up the machine's name, and take the address they find.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         ours = {namespaces.MARK: self.run, **dict.fromkeys(names, host.interface)}
-        process = subprocess.Popen(
-            command,
-            env={**(os.environ if env is None else env), **ours},
-            **{"start_new_session": True, **popen},
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**(os.environ if env is None else env), **ours},
+                **{"start_new_session": True, **popen},
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
         self._processes.append(process)
         return process
 

@@ -42,6 +42,7 @@ from .place import LOCAL, Place, address, meeting_file, place
 __all__ = ["Place", "place", "report", "run", "worker"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_MOST_WORKERS = 256
 _SECONDS_TO_END = 10
 _SECONDS_TO_MEET = 600
 
@@ -58,6 +59,11 @@ def run(config: Config, explicit: Collection[str] = ()) -> int:
     size = config.nworkers or 2
     if size == 1:
         return worker(config, Place(0, 1, 0, 1, LOCAL))
+    if size > _MOST_WORKERS:
+        raise UserError(
+            f"--nworkers is {size}, but at most {_MOST_WORKERS} are started on one machine: start "
+            "more with torchrun, mpirun or srun"
+        )
     return _start(config, size)
 
 

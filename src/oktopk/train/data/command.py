@@ -128,6 +128,8 @@ def _rebuild(path: Path, root: Path, output: Path | None) -> int:
     console = Console()
     if output is None:
         output = path.with_suffix(".csv") if path.suffix.lower() == ".json" else path
+    if not output.name:
+        raise UserError(f"--output {output} is a folder; name a file in it")
     if rebuilt.utterances:
         try:
             if rebuilt.missing and output.exists() and output.samefile(path):

@@ -31,6 +31,7 @@ from .manifest import Utterance
 
 VERSION = 1
 """Goes up when the same request would give another corpus."""
+_MOST = 1_000_000
 MANIFESTS = ("spoken_train_manifest.csv", "spoken_val_manifest.csv")
 
 ACCENTS = ("en-us", "en-us-nyc", "en", "en-gb-x-rp", "en-gb-scotland", "en-029")
@@ -78,8 +79,11 @@ def prepare(
     beside its place and then moved there, so a crash leaves nothing half-made, and any number of
     processes may do this at the same time.
     """
-    if train < 1 or validation < 1:
-        raise UserError(f"{train} and {validation} utterances: at least 1 of each is needed")
+    if not (1 <= train <= _MOST and 1 <= validation <= _MOST):
+        raise UserError(
+            f"{train} and {validation} utterances: at least 1 and at most {_MOST} of each can be "
+            "made"
+        )
     home = Path(data_dir) if data_dir is not None else cache_dir()
     folder = home / f"spoken-{VERSION}-{train}-{validation}"
     if not _complete(folder, train, validation):
