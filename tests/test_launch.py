@@ -325,6 +325,28 @@ def test_damaged_inputs(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
         one_line(run, says)
 
 
+def test_odd_environments(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
+    launched = {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    }
+    cases = {
+        "GLOO_SOCKET_IFNAME is nope0, but": {"GLOO_SOCKET_IFNAME": "lo,nope0"},
+        "could not meet the others at 127.0.0.1:0": {**launched, "WORLD_SIZE": str(10**30)},
+        "could not meet the others at 127.0.0.1:port": {**launched, "MASTER_PORT": "port"},
+        "no such home": {"OKTOPK_CACHE": "~nobody-at-all"},
+    }
+    flags = [*tiny, "--run-dir", "run"]
+    one = ["--nworkers", "1"]
+    runs = {
+        says: Forked(warm, flags if "RANK" in environ else [*flags, *one], tmp_path, environ)
+        for says, environ in cases.items()
+    }
+    for says, run in runs.items():
+        assert run.wait() == 2, run.err.read_text()
+        one_line(run, says)
+
+
 def test_ctrl_c(start: Start, tiny: list[str]) -> None:
     """It reaches all processes of a terminal at once."""
     run = start([*TRAIN, *tiny, "--max-steps", "100000", "--max-epochs", "100000"])

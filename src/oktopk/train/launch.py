@@ -256,7 +256,7 @@ def _meet(place: Place, seconds: float) -> Store:
         meeting = rendezvous("env://", place.rank, place.size, timeout=timeout)
         store: Store = next(iter(meeting))[0]
         return store
-    except (dist.DistError, ValueError) as error:
+    except (dist.DistError, ValueError, TypeError) as error:
         raise UserError(
             f"worker {place.rank} could not meet the others at {':'.join(where)} "
             f"(MASTER_ADDR and MASTER_PORT): {str(error).splitlines()[0]}"
@@ -294,11 +294,18 @@ def _share_of_cores(place: Place, store: Store) -> int:
 
 
 def _join(place: Place, store: Store, device: torch.device) -> None:
+    interfaces = {name for _, name in socket.if_nameindex()}
     if place.local_size == place.size:
         # By default Gloo looks up the machine's name, which not every network knows.
-        loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+        loopback = interfaces & {"lo", "lo0"}
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in interfaces:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME is {name}, but this machine has no such interface; it has "
+                f"{', '.join(sorted(interfaces))}"
+            )
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
