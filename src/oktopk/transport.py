@@ -8,10 +8,13 @@ message to a peer and one for each collective.
 
 from __future__ import annotations
 
+import atexit
 import enum
 import math
 import os
+import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -24,9 +27,25 @@ from torch import Tensor
 _TEXT_BYTES = 1024
 _SMALL = 1 << 18
 """Bytes up to which an allreduce is done in two rounds of messages."""
-
-
 _STEPS = (1 << 24) - 1
+"""How far steps are counted in a place."""
+_recent: deque[tuple[Tensor, ...]] = deque(maxlen=8)
+"""Small tensors of the last collectives; see `settle`."""
+
+
+@atexit.register
+def settle() -> None:
+    """Wait, before the interpreter ends, until Gloo's threads have let go of tensors.
+
+    They do so a moment after a collective has ended. A thread that is the last to let go of a
+    tensor needs the interpreter for it, and would abort a process where that has ended.
+    """
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        held = [tensor for tensors in list(_recent) for tensor in tensors]
+        if all(tensor._use_count() == 1 for tensor in held):  # type: ignore[attr-defined]
+            return
+        time.sleep(0.001)
 
 
 class Operation(enum.Enum):
@@ -105,10 +124,6 @@ class Transport:
         self.place: int | None = None
         """Where in its program this rank is, see `place_of`. Unless None, it travels with numbers
         that are traded, and ranks that are not at the same place fail before they mix data."""
-        self._held: tuple[Tensor, ...] = ()
-        """Small tensors of the last collective. A thread of Gloo's lets go of them a moment after
-        its end. If it were the last to do so, it would need the interpreter, and abort the process
-        where that has just ended."""
         self.reset()
 
     def reset(self) -> None:
@@ -124,7 +139,8 @@ class Transport:
             return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
         self._count(share, share)
-        self._held = (tensor,) if tensor.nbytes <= _SMALL else ()
+        if tensor.nbytes <= _SMALL:
+            _recent.append((tensor,))
         with self.peers("an allreduce"):
             dist.all_reduce(tensor, group=self.group)
 
@@ -153,7 +169,7 @@ class Transport:
             return [tensor]
         self._count(tensor.nbytes * (self.size - 1), tensor.nbytes * (self.size - 1))
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._held = (tensor, *gathered)
+        _recent.append((tensor, *gathered))
         with self.peers("an allgather"):
             dist.all_gather(gathered, tensor, group=self.group)
         return gathered
@@ -175,7 +191,7 @@ class Transport:
             rows = [[*row, self.place] for row in rows]
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
-        self._held = mine, theirs
+        _recent.append((mine, theirs))
         share = mine[1:].nbytes
         self._count(share, share)
         with self.peers("an all-to-all"):

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .transport import Operation, Transport, device_of
+from .transport import Operation, Transport, device_of, settle
 
 T = TypeVar("T")
 log = logging.getLogger("oktopk")
@@ -206,6 +206,7 @@ def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, group
     if ending and thread.is_alive() and group is not None and group.name() == "gloo":
         _abort(group)
         thread.join(_PATIENCE)
+        settle()
 
 
 def _abort(group: Any) -> None:
