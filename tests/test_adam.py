@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import pickle
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from models import SMALL, attached, batch, loss_of, net, parameters, run
 from oktopk import adam
+from oktopk.kernels import reference
 from oktopk.state import redistribute, upgraded
 from ranks import Rank, Ranks
 
@@ -90,15 +93,15 @@ def in_slice(numels: dict[str, int], turn: int) -> dict[str, slice]:
 def against_reference(rank: Rank, refresh: bool, limit: float) -> int:
     """Every sparse step against the same computed with the gradients of all ranks in one place.
 
-    The second moment follows faster than it usually does, and is raised more often, so that a
-    mistake is seen.
+    The second moment follows faster than it usually does, and is raised more often, and gradients
+    are scaled down more often, so that a mistake is seen.
     """
-    usual = adam._HORIZON_BETA, adam._LARGEST
-    adam._HORIZON_BETA, adam._LARGEST = 0.0, (2, 5)
+    usual = adam._HORIZON_BETA, adam._LARGEST, adam._LARGEST_STEP
+    adam._HORIZON_BETA, adam._LARGEST, adam._LARGEST_STEP = 0.0, (2, 5), 0.9
     try:
         return compare(rank, refresh, limit)
     finally:
-        adam._HORIZON_BETA, adam._LARGEST = usual
+        adam._HORIZON_BETA, adam._LARGEST, adam._LARGEST_STEP = usual
 
 
 def compare(rank: Rank, refresh: bool, limit: float) -> int:
@@ -129,7 +132,7 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
     weights = {name: named[name].detach().double() for name in large}
     sums = {name: torch.zeros_like(square[name]) for name in large}
     since = {name: torch.zeros_like(square[name]) for name in large}
-    ratio, raised = {}, 0
+    ratio, raised, sizes = {}, 0, []
     steps = 4 * INTERVAL
     for i in range(steps):
         step = WARMUP + i
@@ -158,7 +161,8 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
             least = (gradient.double() / min(max(step, 2), 5)) ** 2
             raised += int((least > square[name]).sum())
             square[name] = torch.maximum(square[name], least)
-            mean[name] = 0.5 * mean[name] + 0.5 * gradient
+            sizes.append(float((gradient.double() ** 2 / square[name]).mean().sqrt()))
+            mean[name] = 0.5 * mean[name] + 0.5 * gradient / max(1, sizes[-1] / 0.9)
             divisor = square[name].sqrt() + 1e-8
             weights[name] = weights[name] * (1 - 0.01 * 0.01)
             weights[name] = weights[name] - 0.01 * mean[name] / divisor
@@ -176,6 +180,7 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
         assert torch.equal(twin, named["0.bias"])
     handle.check_replicas()
     assert raised > 0
+    assert min(sizes) < 0.9 < max(sizes)
     assert refresh is False or (clipping < 0.9) == (limit < 1)
     return steps
 
@@ -377,8 +382,8 @@ def test_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path) -> None:
         assert torch.equal(squares, after[0][1])
 
 
-def sent(rank: Rank, interval: int | None) -> list[int]:
-    model, handle = attached(rank, OKTOPK)
+def sent(rank: Rank, interval: int | None, warmup: int = WARMUP) -> list[int]:
+    model, handle = attached(rank, dataclasses.replace(OKTOPK, warmup_steps=warmup))
     seen: list[int] = []
     handle.subscribe(lambda stats: seen.append(stats.bytes_sent))
     optimizer = adamw(model, refresh_interval=interval, lr=0.0)
@@ -401,6 +406,12 @@ def test_bytes_of_the_refresh_are_counted(ranks: Ranks) -> None:
     for begin in range(first, len(extra), INTERVAL):
         assert abs(sum(extra[begin : begin + INTERVAL]) - 4 * elements * 2 * 3 / 4) < 10
         assert max(extra[begin : begin + INTERVAL]) < 4 * (elements / INTERVAL + 2) * 2 * 3 / 4
+
+
+def test_squares_that_nobody_needs_are_not_sent(ranks: Ranks) -> None:
+    """Without dense steps no second moment is known, and none to be refreshed."""
+    frozen, refreshed = (ranks.run(2, sent, interval, 0) for interval in (None, INTERVAL))
+    assert frozen == refreshed
 
 
 def detached(rank: Rank) -> tuple[Tensor, Tensor]:
@@ -431,11 +442,7 @@ def lines(
     rank: Rank, kind: type, algorithm: oktopk.Algorithm, through_wrapper: bool
 ) -> tuple[list[str], Tensor]:
     """What is logged, and the parameters."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("oktopk").addHandler(handler)
-    try:
+    with logged() as found:
         model = net()
         optimizer = kind(model.parameters(), lr=0.01)
         if through_wrapper:
@@ -446,9 +453,20 @@ def lines(
         else:
             ddp, _ = attached(rank, algorithm, model)
             run(rank, ddp, optimizer, range(5))
+    return found, parameters(model)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is logged meanwhile."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("oktopk").addHandler(handler)
+    try:
+        yield found
     finally:
         logging.getLogger("oktopk").removeHandler(handler)
-    return found, parameters(model)
 
 
 @pytest.mark.parametrize("through_wrapper", [False, True])
@@ -522,18 +540,24 @@ def test_a_wrong_interval_is_said(interval: Any) -> None:
 class Alone:
     """A model, its optimizer and a loop, on one rank without torch.distributed."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, algorithm: oktopk.Algorithm = OKTOPK, **options: Any
+    ) -> None:
         self.model = model
         self.inner = adamw(model, **options)
         self.optimizer = oktopk.DistributedOptimizer(
-            self.inner, model.named_parameters(), OKTOPK, dense_below=64
+            self.inner, model.named_parameters(), algorithm, dense_below=64
         )
+        self.reducer = self.optimizer.reducer
 
     def run(self, steps: int, shape: tuple[int, ...] = (8, 32)) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.model(torch.randn(shape)).square().mean().backward()
+            self.backward(shape)
             self.optimizer.step()
+
+    def backward(self, shape: tuple[int, ...] = (8, 32)) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(shape)).square().mean().backward()
 
     def moment(self, p: Tensor) -> Tensor:
         state: dict[str, Tensor] = self.inner.state[p]
@@ -618,8 +642,9 @@ def test_two_optimizers_must_have_the_same_interval() -> None:
     alone = Alone(model)
     alone.run(1)
     second = oktopk.AdamW(model.parameters(), refresh_interval=INTERVAL + 1)
+    second.step()  # it may have taken the place of the first
     with pytest.raises(ValueError, match="two optimizers of one model"):
-        second.step()
+        alone.inner.step()
 
 
 def test_close_lets_go_of_sums() -> None:
@@ -635,9 +660,186 @@ def test_close_lets_go_of_sums() -> None:
 
 @pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
 def test_what_is_not_supported_is_said(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option}=True is not supported"):
+    """Before anything is stepped, wherever it comes from."""
+    refused = pytest.raises(ValueError, match=f"{option}=True is not supported")
+    with refused:
         adamw(net(), **{option: True})
-    adamw(net(), **{option: False})
+    with refused:
+        oktopk.AdamW([{"params": net().parameters(), option: True}])
+    model = net()
+    optimizer = adamw(model, **{option: False})
+    with refused:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], option: True})
+    assert len(optimizer.param_groups) == 1
+    with refused:
+        optimizer.load_state_dict(
+            torch.optim.AdamW(net().parameters(), **{option: True}).state_dict()  # type: ignore[arg-type]
+        )
+    loss_of(model, 0, 0).backward()
+    before = parameters(model)
+    optimizer.param_groups[0][option] = True
+    with refused:
+        optimizer.step()
+    assert torch.equal(parameters(model), before)
+
+
+def by_torch(optimizer: torch.optim.Optimizer, only: list[nn.Parameter]) -> bool:
+    """Take a step; whether these parameters have been moved as torch's AdamW does it."""
+    twins = [nn.Parameter(p.detach().clone()) for p in only]
+    other = torch.optim.AdamW(twins, lr=0.01, betas=BETAS)
+    for p, twin in zip(only, twins, strict=True):
+        twin.grad = None if p.grad is None else p.grad.clone()
+        other.state[twin] = copy.deepcopy(optimizer.state.get(p, {}))
+    optimizer.step()
+    other.step()
+    return all(torch.equal(p, twin) for p, twin in zip(only, twins, strict=True))
+
+
+@pytest.mark.parametrize("case", ["another", "resumed", "group", "emptied"])
+def test_without_a_second_moment_of_its_own_a_step_is_torchs(case: str) -> None:
+    """What an earlier optimizer knew is not known to this one."""
+    alone = Alone(net())
+    model, optimizer = alone.model, alone.inner
+    only = list(model.parameters())
+    if case == "group":
+        only = list(model[5].parameters())  # type: ignore[index]
+        rest = [p for p in model.parameters() if all(p is not q for q in only)]
+        optimizer = oktopk.AdamW(rest, lr=0.01, betas=BETAS, refresh_interval=INTERVAL)
+    for _ in range(WARMUP + INTERVAL + 2):
+        alone.backward()
+        optimizer.step()
+    match case:
+        case "another":
+            optimizer = adamw(model)
+        case "resumed":
+            state = alone.reducer.state_dict()
+            alone = Alone(model)
+            alone.reducer.load_state_dict(state)
+            optimizer = alone.inner
+        case "group":
+            optimizer.add_param_group({"params": only})
+        case "emptied":
+            optimizer.load_state_dict(adamw(net()).state_dict())
+    with logged() as found:
+        for _ in range(2):
+            alone.backward()
+            assert by_torch(optimizer, only)
+    assert len(found) == 1
+    assert "has taken no dense step with" in found[0]
+    if case == "group":  # the others go on as before
+        alone.backward()
+        assert not by_torch(optimizer, rest)
+        assert alone.reducer.square_interval == INTERVAL
+
+
+def test_a_second_moment_of_other_steps_is_known() -> None:
+    """From an optimizer's state of dense training, of fewer steps, or of another run."""
+    alone = Alone(net(), refresh_interval=None)
+    alone.run(WARMUP)
+    early = copy.deepcopy(alone.inner.state_dict())
+    alone.run(4)
+    new = Alone(net(), dataclasses.replace(OKTOPK, warmup_steps=0), refresh_interval=None)
+    for each in (alone, new):
+        each.inner.load_state_dict(early)
+        each.backward()
+        assert not by_torch(each.inner, [each.model[0].weight])  # type: ignore[index]
+
+
+def test_dense_steps_make_a_second_moment_known() -> None:
+    bare = dataclasses.replace(OKTOPK, warmup_steps=0)
+    alone = Alone(net(), bare)
+    weight = alone.model[0].weight  # type: ignore[index]
+    alone.run(3)
+    alone.backward()
+    assert by_torch(alone.inner, [weight])
+    alone.optimizer.algorithm = oktopk.Dense()
+    alone.run(2)
+    alone.optimizer.algorithm = bare
+    alone.backward()
+    assert not by_torch(alone.inner, [weight])
+    alone.run(2 * INTERVAL)
+    assert alone.reducer.square_totals
+
+
+def test_skipped_steps_are_no_warm_up() -> None:
+    """The first losses are often too much for the scale that a GradScaler begins with."""
+    model = net()
+    scaler = GradScaler("cpu", init_scale=2.0**16, growth_interval=1000)
+    inner = adamw(model)
+    optimizer = oktopk.DistributedOptimizer(
+        inner, model.named_parameters(), OKTOPK, dense_below=64, grad_scaler=scaler
+    )
+    seen: list[tuple[int, str, bool]] = []
+    optimizer.subscribe(lambda stats: seen.append((stats.step, stats.phase, stats.skipped)))
+    with logged() as found:
+        for step in range(2 * WARMUP + 2):
+            if step == WARMUP + 1:  # what was skipped is a part of the state
+                state = redistribute([optimizer.reducer.state_dict()], 0, 1)
+                optimizer.reducer.load_state_dict(state)
+            optimizer.zero_grad()
+            bad = float("inf") if step < WARMUP else 1.0
+            scaler.scale(loss_of(model, step, 0) * bad).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [(step, phase) for step, phase, _ in seen] == list(
+        enumerate(["dense"] * 2 * WARMUP + ["sparse"] * 2)
+    )
+    assert [skipped for *_, skipped in seen] == [True] * WARMUP + [False] * (WARMUP + 2)
+    assert found == []
+    assert {float(own["step"]) for own in inner.state.values()} == {WARMUP + 2}
+
+
+def goes_on(kind: str, state: dict[str, Any] | None) -> list[str]:
+    """What is logged when an optimizer with or without earlier steps steps with a new reducer."""
+    model = net()
+    optimizer: torch.optim.Optimizer = adamw(model)
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if kind != "new":
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+    wrapper = oktopk.DistributedOptimizer(
+        optimizer, model.named_parameters(), OKTOPK, dense_below=64
+    )
+    if state is not None:
+        wrapper.reducer.load_state_dict(state)
+    with logged() as found:
+        for step in range(3):
+            wrapper.zero_grad()
+            loss_of(model, step, 0).backward()
+            wrapper.step()
+    return found
+
+
+def test_an_optimizer_that_goes_on_without_compressions_state_gets_a_line() -> None:
+    [line] = goes_on("adam", None)
+    assert "has taken 1 steps before" in line
+    assert "oktopk.checkpoint.load" in line
+    [line] = goes_on("sgd", None)
+    assert "has taken steps before" in line
+    assert goes_on("new", None) == []
+    alone = Alone(net())
+    assert goes_on("adam", alone.reducer.state_dict()) == []
+
+
+def test_a_compiled_step_is_not_compiled() -> None:
+    """Of the optimizer and of its wrapper: nothing of it can be, and to try takes minutes."""
+    from torch._dynamo.utils import counters
+
+    plain, compiled = Alone(net()), Alone(net())
+    torch._dynamo.reset()
+    counters.clear()
+    steps = [
+        torch.compile(s, backend="eager") for s in (compiled.inner.step, compiled.optimizer.step)
+    ]
+    for number in range(WARMUP + 4):
+        torch.manual_seed(number)
+        plain.run(1)
+        torch.manual_seed(number)
+        compiled.backward()
+        steps[number % 2]()
+    assert torch.equal(parameters(plain.model), parameters(compiled.model))
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.parametrize("kind", [oktopk.AdamW, torch.optim.AdamW, torch.optim.SGD])
@@ -659,3 +861,16 @@ def with_compiled_steps(rank: Rank, kind: type) -> list[Tensor]:
         found.append(parameters(model))
     torch._dynamo.reset()
     return found
+
+
+def test_a_second_moment_of_16_bits_stays_as_it_is() -> None:
+    """In torch's format it grows by less than its type can tell, in each of many steps."""
+    p, gradient, average, moment = (torch.zeros(256, dtype=torch.bfloat16) for _ in range(4))
+    moment += torch.linspace(0.1, 0.2, 256) * (1 - 0.999**100)
+    before = moment.double() / (1 - 0.999**100)
+    fixed = {"sign": 1.0, "weight": 0.5, "decay": 0.0, "shrink": 1.0, "eps": 1e-8, "lr": 0.1}
+    for steps in range(100, 2000):
+        own = adam._factors(0.999, steps, torch.bfloat16)
+        reference.adam(p, gradient, average, moment, **own, **fixed)
+    now = moment.double() / (1 - 0.999**2000)
+    torch.testing.assert_close(now, before, rtol=0.15, atol=0)

@@ -429,3 +429,25 @@ def test_leaps_over_the_whole_range_of_float64(name: str) -> None:
     )
     for scale in (1e200, 1e-200, 1e-200, 1e-200, 1e200, 5e-324):
         assert reduce(torch.full((10,), scale, dtype=torch.float64)).any()
+
+
+def test_skipped_steps_count_neither_for_the_warm_up_nor_for_the_ramp() -> None:
+    algorithm = oktopk.OkTopk(density=0.1, warmup_steps=1, ramp=(0.5,), ramp_steps=2)
+    reduce = oktopk.SparseAllreduce(algorithm, 100, nonfinite="skip")
+    found = []
+    for step in range(8):
+        if step == 3:
+            state = reduce.state_dict()
+            assert state["skipped"] == 2
+            reduce = oktopk.SparseAllreduce(algorithm, 100, nonfinite="skip")
+            reduce.load_state_dict(state)
+        reduce(torch.randn(100) / (step % 2))  # every other one is infinite
+        assert reduce.last is not None
+        found.append((reduce.last.step, reduce.last.phase, reduce.last.target))
+    targets = [100, 100, 50, 50, 50, 50, 10, 10]
+    assert found == [
+        (step, "dense" if step < 2 else "sparse", target) for step, target in enumerate(targets)
+    ]
+    old = {name: value for name, value in reduce.state_dict().items() if name != "skipped"}
+    reduce.load_state_dict(old)  # of a version that did not count them
+    assert reduce.taken == reduce.steps == 8

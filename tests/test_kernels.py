@@ -205,6 +205,33 @@ def test_adam(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
     assert torch.equal(results[0][1], tensors[1]), "the gradient has changed"
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step_square(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
+    """Of steps that are bounded, of what is divided by zero, of the smallest numbers there are."""
+    random = torch.Generator().manual_seed(0)
+    shape = (8, 3, 5, 1100)
+    gradient = torch.randn(shape, generator=random, dtype=dtype).pow(3)
+    gradient *= torch.rand(shape, generator=random) < 0.1
+    gradient.view(-1)[:4] = torch.tensor([0.0, -torch.finfo(dtype).tiny, 1e15, -0.0], dtype=dtype)
+    moment = torch.rand(shape, generator=random, dtype=dtype)
+    moment.view(-1)[:9:2] = 0
+    expected = (gradient**2 / torch.maximum(1.01 * moment, gradient**2 / 25)).nan_to_num(25)
+    expected = expected.where(gradient != 0, 0).mean()
+    found, before = [], torch.get_num_threads()
+    for kernels in (cpu, reference):
+        tensors = [
+            torch.stack([t, t], -1)[..., 0] if layout is None else t.clone(memory_format=layout)
+            for t in (gradient, moment)
+        ]
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(float(kernels.step_square(*tensors, grown=1.01, least=0.2)))
+    torch.set_num_threads(before)
+    assert found[0] == pytest.approx(float(expected), rel=1e-5)
+    assert found == [found[0]] * 4
+
+
 @given(data=st.data())
 def test_codes_of_positions(data: st.DataObject) -> None:
     gaps = st.one_of(st.integers(1, 20), st.integers(250, 520), st.integers(65_530, 131_080))

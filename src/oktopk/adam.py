@@ -13,11 +13,12 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -38,6 +39,13 @@ _LARGEST = 10, 100
 these limits; the second moment is raised where it would be more. What has waited for many steps
 may move it far, but not what the warm-up never saw, such as a rare word's embedding: it would be
 divided by nothing."""
+_LARGEST_STEP = 1.0
+"""A step moves the elements of a parameter by at most this many learning rates, in the root mean
+square. Dense steps of Adam have a size of 1 or less, since its second moment takes notice of all
+that comes; where sparse ones are larger, the gradient is scaled down, as in Adafactor."""
+
+_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have said that they know too little."""
 
 
 class _SparseAdam(Optimizer):
@@ -62,9 +70,6 @@ class _SparseAdam(Optimizer):
                 f"refresh_interval is {refresh_interval!r}, but must be a whole number of steps, "
                 "at least 1, or None to keep the second moment as the warm-up left it"
             )
-        for name in ("amsgrad", "capturable", "differentiable"):
-            if options.get(name):
-                raise ValueError(f"{name}=True is not supported with sparse gradients")
         self.refresh_interval = refresh_interval
         # torch's own; before torch 2.7 Adam and AdamW have no class in common but Optimizer.
         self._torch.__init__(self, params, lr, betas, eps, weight_decay, **options)  # type: ignore[arg-type]
@@ -73,32 +78,41 @@ class _SparseAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"refresh_interval": self.refresh_interval}
 
-    # It reads numbers from tensors, so torch.compile could not make one piece of it anyway.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        _refuse_options([self.defaults | param_group])
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of one of these optimizers, or of torch's."""
+        _refuse_options(state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+
+    @_disable_dynamo  # the engine's threads, and a kernel of its own: nothing to compile
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step: torch's own where averages are dense, and linear where they are sparse."""
+        _refuse_options(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        reducers = self._reducers()
-        linear: set[Tensor] = set()
-        for reducer, named in reducers.items():
-            _note_clipping(reducer, named)
-            linear |= self._linear(reducer, named)
-        gradients = {p: p.grad for p in linear}
-        for p in linear:
+        linear = {
+            reducer: self._linear(reducer, named) for reducer, named in self._reducers().items()
+        }
+        parameters = {p for named in linear.values() for p in named.values()}
+        gradients = {p: p.grad for p in parameters}
+        for p in parameters:
             p.grad = None  # torch's step leaves it out
         try:
             inspect.unwrap(self._torch.step)(self)  # without its hooks, which are run around ours
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient
-        for reducer, named in reducers.items():
-            self._refresh(reducer, {name: p for name, p in named.items() if p in linear})
+        for reducer, named in linear.items():
+            self._refresh(reducer, named)
         for group in self.param_groups:
-            with_gradient = [p for p in group["params"] if p in linear and p.grad is not None]
+            with_gradient = [p for p in group["params"] if p in parameters and p.grad is not None]
             if with_gradient:
                 self._step_linearly(group, with_gradient)
         return loss
@@ -111,42 +125,75 @@ class _SparseAdam(Optimizer):
                 found = reducer_of(p)
                 if found is not None:
                     reducers.setdefault(found[0], {})[found[1]] = p
-        for reducer in reducers:
-            reducer.track_squares(self.refresh_interval, self)
         return reducers
 
-    def _linear(self, reducer: AllReducer, named: Mapping[str, Tensor]) -> set[Tensor]:
+    def _linear(self, reducer: AllReducer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters to step linearly: of those with a sparse average, the ones whose second
-        moment is known from dense steps. The others are left to torch for good."""
+        moment is known from dense steps. torch steps the others."""
         if not reducer.sparse:
-            reducer.notes.pop("known", None)
             reducer.notes.pop("ratio", None)
-            return set()
-        known = reducer.notes.setdefault("known", {})
+        sparse = {name: p for name, p in named.items() if name in reducer.sparse}
+        linear = self._known(reducer, sparse) if sparse else {}
+        wanted = bool(linear) or not reducer.sparse  # who steps nothing linearly needs no squares
+        reducer.track_squares(self.refresh_interval if wanted else None, self)
+        _note_clipping(reducer, named)
+        return linear
+
+    def _known(self, reducer: AllReducer, sparse: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those whose second moment is known from dense steps.
+
+        What is noted for each is the number of its steps, negative if sparse averages are in its
+        second moment. So a note holds for the moment that it was made for: after dense steps, or
+        with another optimizer or another state, the numbers differ, and it is made anew.
+        """
+        notes: dict[str, int] = reducer.notes.setdefault("steps", {})
         unknown = []
-        for name in reducer.sparse - known.keys():
-            p = named.get(name)
-            if p is not None and p.grad is not None:
-                state = self.state.get(p, {})
-                known[name] = bool(state) and _smooth(state["exp_avg_sq"], float(state["step"]))
-                unknown += [] if known[name] else [name]
-        if unknown and reducer.rank == 0:
+        for (name, p), steps in zip(sparse.items(), self._steps(sparse.values()), strict=True):
+            if abs(notes.get(name, 0)) != steps:
+                notes.pop(name, None)
+                reducer.notes.get("ratio", {}).pop(name, None)
+            if p.grad is not None:
+                if name not in notes:
+                    known = steps > 0 and _smooth(self.state[p]["exp_avg_sq"], steps)
+                    notes[name] = steps if known else -steps
+                unknown += [] if notes[name] > 0 else [name]
+                notes[name] += 1 if notes[name] > 0 else -1
+        if unknown and self not in _told:
+            _told.add(self)
+            self._tell(reducer, unknown)
+        return {name: p for name, p in sparse.items() if notes.get(name, 0) > 0}
+
+    def _tell(self, reducer: AllReducer, unknown: list[str]) -> None:
+        if reducer.rank == 0:
             log.warning(
-                "%d parameters have sparse gradients from their first step on (%s), so their "
-                "second moment is not known, and they are stepped as by torch's %s: give the "
-                "algorithm warmup_steps, say 100",
+                "oktopk.%s has taken no dense step with %d parameters (%s), so their second moment "
+                "is not known, and they are stepped as by torch's %s: give the algorithm "
+                "warmup_steps, say 100; where training goes on, load the optimizer's state, too",
+                type(self).__name__,
                 len(unknown),
                 ", ".join(sorted(unknown)[:3]),
                 self._torch.__name__,
             )
-        return {p for name, p in named.items() if name in reducer.sparse and known.get(name)}
+
+    def _steps(self, parameters: Iterable[Tensor]) -> list[int]:
+        """How many steps each parameter's second moment is of."""
+        parameters = list(parameters)
+        begun = [p for p in parameters if self.state.get(p)]
+        if not begun:
+            return [0] * len(parameters)
+        device = self.state[begun[0]]["step"].device
+        counts = torch.stack([self.state[p]["step"].to(device) for p in begun]).tolist()
+        steps = dict(zip(begun, map(int, counts), strict=True))
+        return [steps.get(p, 0) for p in parameters]
 
     def _refresh(self, reducer: AllReducer, linear: Mapping[str, Tensor]) -> None:
         """Let the second moment follow what is known anew of the ranks' own gradients."""
+        if self.refresh_interval is None:
+            return
         ratios = reducer.notes.setdefault("ratio", {})
         applied, averaged = reducer.notes.get("clipping", (1.0, 1.0))
         clipping = applied / averaged if applied and averaged else 1.0
-        betas = {p: group["betas"][1] for group in self.param_groups for p in group["params"]}
+        betas = {p: float(g["betas"][1]) for g in self.param_groups for p in g["params"]}
         totals = reducer.square_totals
         for name in linear.keys() & totals.keys() - ratios.keys():
             if totals[name] > 0:  # the first round is over: as a whole nothing is to change
@@ -169,34 +216,75 @@ class _SparseAdam(Optimizer):
         like = torch.empty_like(p)
         if state["exp_avg_sq"].stride() != like.stride():  # from a checkpoint, say
             state["exp_avg_sq"] = like.copy_(state["exp_avg_sq"])
-        return state["exp_avg_sq"], 1 - beta ** float(state["step"])
+        moment = state["exp_avg_sq"]
+        return moment, _bias(beta, float(state["step"]), moment.dtype)
 
     def _step_linearly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """AdamW's step, but that its second moment, free of bias, stays as it is."""
-        if group["amsgrad"]:
-            raise ValueError("amsgrad=True is not supported with sparse gradients")
-        lr, decay, beta2 = float(group["lr"]), group["weight_decay"], group["betas"][1]
-        beta1 = min(group["betas"][0], _SPARSE_BETA1)
-        steps = torch.stack([self.state[p]["step"] for p in parameters]).tolist()
-        for p, before in zip(parameters, steps, strict=True):
-            state, bias = self.state[p], 1 - beta2 ** (before + 1)
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        factors = [
+            _factors(beta2, steps, self.state[p]["exp_avg_sq"].dtype)
+            for p, steps in zip(parameters, self._steps(parameters), strict=True)
+        ]
+        sizes = self._sizes(parameters, factors)
+        for p, own, size in zip(parameters, factors, sizes, strict=True):
             assert p.grad is not None
             for_device(p.device).adam(
                 p,
                 p.grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                sign=-1.0 if group["maximize"] else 1.0,
-                grown=bias / (1 - beta2**before),
-                least=math.sqrt(bias) / min(max(before, _LARGEST[0]), _LARGEST[1]),
-                weight=1 - beta1,
+                self.state[p]["exp_avg"],
+                self.state[p]["exp_avg_sq"],
+                sign=(-1 if group["maximize"] else 1) / max(1.0, size / _LARGEST_STEP),
+                weight=1 - min(beta1, _SPARSE_BETA1),
                 decay=0.0 if self._decoupled else decay,
                 shrink=1 - lr * decay if self._decoupled else 1.0,
-                unbias=1 / math.sqrt(bias),
                 eps=group["eps"],
                 lr=lr,
+                **own,
             )
-            state["step"] += 1
+            self.state[p]["step"] += 1
+
+    def _sizes(self, parameters: list[Tensor], factors: list[dict[str, float]]) -> list[float]:
+        """By how many learning rates a step moves the elements of each parameter: the root of the
+        mean square. Bitwise the same on all ranks, and the devices are asked once for all."""
+        squares = []
+        for p, own in zip(parameters, factors, strict=True):
+            assert p.grad is not None
+            square = for_device(p.device).step_square
+            moment = self.state[p]["exp_avg_sq"]
+            squares.append(square(p.grad, moment, grown=own["grown"], least=own["least"]))
+        found = torch.stack([square.to(parameters[0].device) for square in squares]).tolist()
+        return [math.sqrt(x) / own["unbias"] for x, own in zip(found, factors, strict=True)]
+
+
+def _factors(beta2: float, steps: int, dtype: torch.dtype) -> dict[str, float]:
+    """What the kernels are to know of a second moment of so many steps."""
+    bias = _bias(beta2, steps + 1, dtype)
+    return {
+        "grown": bias / _bias(beta2, steps, dtype),
+        "least": math.sqrt(bias) / min(max(steps, _LARGEST[0]), _LARGEST[1]),
+        "unbias": 1 / math.sqrt(bias),
+    }
+
+
+def _bias(beta2: float, steps: float, dtype: torch.dtype) -> float:
+    """Of a second moment that began with zero: what it must be divided by.
+
+    A second moment of 16 bits does not take notice of a growth by less than 1 %. So there it grows
+    in leaps of 9 %, and is this much smaller than torch's in between.
+    """
+    bias: float = 1 - beta2**steps
+    if torch.finfo(dtype).bits > 16 or bias <= 0:
+        return bias
+    return math.pow(2, math.floor(8 * math.log2(bias)) / 8)
+
+
+def _refuse_options(groups: Iterable[Mapping[str, Any]]) -> None:
+    for group in groups:
+        for name in ("amsgrad", "capturable", "differentiable"):
+            if group.get(name):
+                raise ValueError(f"{name}=True is not supported with sparse gradients")
 
 
 def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:
@@ -298,25 +386,33 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, refresh_interval, **options)
 
 
+_new: weakref.WeakSet[AllReducer] = weakref.WeakSet()
+"""Reducers with which no optimizer has stepped yet."""
 _watched: weakref.WeakSet[AllReducer] = weakref.WeakSet()
+"""Reducers with whose sparse averages torch's Adam has not stepped yet."""
 _hooks: list[Any] = []
 
 
 def advise(reducer: AllReducer) -> None:
-    """Log a line when torch's Adam or AdamW first steps with sparse averages of this reducer."""
+    """Log a line when torch's Adam or AdamW first steps with sparse averages of this reducer, and
+    one when an optimizer goes on with training and compression does not."""
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_look))
+        _hooks.append(register_optimizer_step_pre_hook(_disable_dynamo(_look)))
+    _new.add(reducer)
     _watched.add(reducer)
 
 
 def _look(optimizer: Optimizer, *_: Any) -> None:
     """Before every step of any optimizer."""
+    if _new:
+        for reducer in _reducers_of(optimizer, _new):
+            _new.remove(reducer)
+            _look_for_earlier_steps(optimizer, reducer)
     sparse = {reducer for reducer in _watched if reducer.sparse}
     plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     if not sparse or not plain or isinstance(optimizer, _SparseAdam):
         return
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    found = sparse & {pair[0] for p in parameters if (pair := reducer_of(p))}
+    found = _reducers_of(optimizer, sparse)
     _watched.difference_update(found)
     if any(reducer.rank == 0 for reducer in found):
         log.warning(
@@ -325,4 +421,27 @@ def _look(optimizer: Optimizer, *_: Any) -> None:
             "optimizer without this",
             type(optimizer).__name__,
             "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam",
+        )
+
+
+def _reducers_of(optimizer: Optimizer, some: Collection[AllReducer]) -> set[AllReducer]:
+    """Those of some reducers that average gradients of an optimizer's parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {pair[0] for p in parameters if (pair := reducer_of(p)) and pair[0] in some}
+
+
+def _look_for_earlier_steps(optimizer: Optimizer, reducer: AllReducer) -> None:
+    """Where a framework has saved and loaded all but the compression, nothing else tells of it."""
+    if reducer.resumed or reducer.rank != 0:
+        return
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    mine = [p for p in parameters if (pair := reducer_of(p)) and pair[0] is reducer]
+    states = [optimizer.state.get(p, {}) for p in mine]
+    steps = max(int(state.get("step", 0)) for state in states)
+    if steps or any(state.get("momentum_buffer") is not None for state in states):
+        log.warning(
+            "the optimizer has taken %s before, compression begins with empty residuals: if this "
+            "run was compressed before, load its compression state, too, with "
+            "oktopk.checkpoint.load",
+            f"{steps} steps" if steps else "steps",
         )

@@ -39,6 +39,7 @@ KEPT: dict[str, schema.Check] = {
     "global_threshold": schema.number(0, finite=False),
     "global_trend": schema.number(-TREND_LIMIT, TREND_LIMIT),
     "step": schema.whole(),
+    "skipped": schema.whole(),
     "sparse_steps": schema.whole(),
 }
 """What a state has besides tensors of the size of the gradient."""
@@ -124,13 +125,18 @@ class SparseAllreduce:
 
     @property
     def steps(self) -> int:
-        """Steps taken: dense, sparse and skipped."""
+        """Steps so far: dense, sparse and skipped."""
         return self._state.step
+
+    @property
+    def taken(self) -> int:
+        """Steps that were not skipped: those that warm-up and ramp count."""
+        return self._state.step - self._state.skipped
 
     @property
     def dense(self) -> bool:
         """Whether the next step is a dense one."""
-        warm_up = self._state.step < self.algorithm.warmup_steps
+        warm_up = self.taken < self.algorithm.warmup_steps
         return warm_up or isinstance(self.algorithm, Dense)
 
     def at(self, place: int, first: bool = False) -> None:
@@ -148,7 +154,8 @@ class SparseAllreduce:
         """
         if algorithm != self.algorithm:
             self.algorithm = algorithm
-            self._state = State(step=self._state.step, clean=self._state.clean)
+            old = self._state
+            self._state = State(step=old.step, skipped=old.skipped, clean=old.clean)
             self._before = None
             self._prepare()
 
@@ -199,7 +206,7 @@ class SparseAllreduce:
             scale: multiplies the average, but not what is kept in the residual.
         """
         algorithm = self._dense if self.dense else self.algorithm
-        target = algorithm.target(self.numel, self._state.step)
+        target = algorithm.target(self.numel, self.taken)
         self._before = None  # its buffers are written to from here on
         exact = "float32" if self._residual.dtype == torch.float32 else "plain"
         self._transport.reset()
@@ -316,6 +323,7 @@ class SparseAllreduce:
         for part in step.out:
             part.fill_(fill)
         self._state.step += 1
+        self._state.skipped += 1
         self._report(step)
 
     def give_back(self, step: Step, part: int, scale: float) -> None:
@@ -399,6 +407,7 @@ class SparseAllreduce:
             "global_threshold": state.total.value,
             "global_trend": state.total.trend,
             "step": state.step,
+            "skipped": state.skipped,
             "sparse_steps": state.sparse_steps,
         }
 
@@ -409,6 +418,8 @@ class SparseAllreduce:
         every rank says so if one does not, or if a state is damaged, and nothing has changed then.
         Boundaries of another number of ranks are left out, and cut anew in the next step.
         """
+        if isinstance(state, Mapping):  # older versions did not count what was skipped
+            state = {"skipped": 0, **state}
         problem = self._problem_of(state)
         common = "" if problem else agreed(state)
         with self._transport.together(Operation.LOAD):
@@ -425,6 +436,7 @@ class SparseAllreduce:
         self._state = State(
             clean=not bool(self._residual.any()),
             step=state["step"],
+            skipped=state["skipped"],
             sparse_steps=state["sparse_steps"],
             local=Carried(float(state["local_threshold"]), float(state["local_trend"])),
             total=Carried(float(state["global_threshold"]), float(state["global_trend"])),
@@ -484,7 +496,7 @@ class _Before:
 
 def agreed(kept: Mapping[str, Any]) -> str:
     """What must be the same in the states of all ranks."""
-    numbers = ("step", "sparse_steps", "global_threshold", "global_trend")
+    numbers = ("step", "skipped", "sparse_steps", "global_threshold", "global_trend")
     boundaries = zlib.crc32(str(kept["boundaries"].tolist()).encode())
     listed = ", ".join(f"{name}={kept[name]}" for name in numbers)
     return f"{listed}, crc32 of boundaries={boundaries}"
@@ -492,8 +504,9 @@ def agreed(kept: Mapping[str, Any]) -> str:
 
 def contradiction(kept: Mapping[str, Any], numel: int, ranks: int | None = None) -> str | None:
     """What is wrong with a state for so many elements, though each part alone may be right."""
-    if kept["sparse_steps"] > kept["step"]:
-        return f'["sparse_steps"] is {kept["sparse_steps"]}, but of {kept["step"]} steps in all'
+    for name in ("skipped", "sparse_steps"):
+        if kept[name] > kept["step"]:
+            return f'["{name}"] is {kept[name]}, but of {kept["step"]} steps in all'
     wrong = schema.regions(numel, ranks)(kept["boundaries"])
     return wrong and f'["boundaries"]{wrong}'
 

@@ -137,7 +137,10 @@ class AllReducer:
         self._probe: tuple[str, Tensor] | None = None
         self.notes: dict[str, Any] = {}
         """What an optimizer has to remember of sparse steps: plain values, saved in the state."""
-        self._tracker: Callable[[], object] = lambda: None
+        self.resumed = False
+        """Whether it goes on from a state."""
+        self._asked: weakref.WeakKeyDictionary[object, int | None] = weakref.WeakKeyDictionary()
+        """What each optimizer asked `track_squares` for."""
         self._moments: Moments | None = None
         self._squares: dict[tuple[str, int], Squares] = {}
         self._before: tuple[Moments | None, dict[tuple[str, int], Squares]] = None, {}
@@ -423,20 +426,25 @@ class AllReducer:
         return None if self._moments is None else self._moments.interval
 
     def track_squares(self, interval: int | None, owner: object) -> None:
-        """Set `square_interval`. All ranks must do it between the same steps."""
-        if interval == self.square_interval:
+        """Set `square_interval`. All ranks must do it between the same steps.
+
+        An optimizer calls it in each step, with None if it needs no squares. Only what this one
+        asked for before is looked at, since when others are deleted differs from rank to rank.
+        """
+        before = self._asked.get(owner, 0)
+        self._asked[owner] = interval
+        now = self.square_interval
+        if interval == now or interval is before is None:  # others may need what this one does not
             return
-        other = self._tracker()
-        if other is not None and other is not owner:
+        if interval == before and now is not None:
             raise ValueError(
-                f"two optimizers of one model have a refresh_interval of {interval} and of "
-                f"{self.square_interval}: give them the same"
+                f"two optimizers of one model have a refresh_interval of {interval} and of {now}: "
+                "give them the same"
             )
 
         def change() -> None:
             self._moments = self._new_moments(interval)
 
-        self._tracker = weakref.ref(owner)
         self._run(change)
 
     def _new_moments(self, interval: int | None) -> Moments | None:
@@ -508,6 +516,7 @@ class AllReducer:
         def put() -> None:
             now = state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
             self.notes, self._probe = copy.deepcopy(now["notes"]), None
+            self.resumed = True
             self._squares.clear()
             self.stepped = True  # the last step can no longer be taken back
             interval = self.square_interval or now["moments"].get("interval")

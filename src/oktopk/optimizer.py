@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from .adam import advise
@@ -205,6 +206,7 @@ class DistributedOptimizer(Handle, Optimizer):
     def _new_round(self) -> None:
         self._backward, self._submitted, self._arrived = None, 0, set()
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the wrapped optimizer, on all ranks or, after a NaN or Inf, on none.
@@ -245,6 +247,7 @@ class DistributedOptimizer(Handle, Optimizer):
             self.reducer.load_state_dict(state_dict[_KEY], strict)
         else:
             log.warning("no compression in the optimizer's state: residuals stay as they are")
+            self.reducer.resumed = True  # all has been said
         problem = None
         try:
             self.optimizer.load_state_dict(inner)

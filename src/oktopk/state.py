@@ -31,7 +31,7 @@ _FORMAT = 2
 TENSORS = ("residual", "velocity", "squares")
 """What is kept by parameter, and is a mean over ranks for another number of them."""
 _NOTES: dict[str, schema.Check] = {
-    "known": schema.entries(schema.flag),
+    "steps": schema.entries(schema.whole(-(2**53))),
     "ratio": schema.entries(schema.number(0, finite=False)),
     "clipping": schema.several(schema.number(0), length=2),
     "optimized": schema.flag,
@@ -89,7 +89,7 @@ def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) 
 
 def upgraded(saved: Any) -> Any:
     """A state as this version writes it. Format 1 knew nothing of squares, and the first states of
-    format 2 nothing of discarded steps."""
+    format 2 nothing of discarded steps, nor which were skipped."""
     if not isinstance(saved, Mapping):
         return saved
     state = dict(saved)
@@ -98,6 +98,9 @@ def upgraded(saved: Any) -> Any:
     moments = state.get("moments")
     if isinstance(moments, Mapping) and moments:
         state["moments"] = {"discards": False, **moments}
+    buckets = state.get("buckets")
+    if isinstance(buckets, list) and all(isinstance(bucket, Mapping) for bucket in buckets):
+        state["buckets"] = [{"skipped": 0, **bucket} for bucket in buckets]
     return state
 
 
@@ -135,6 +138,8 @@ def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
         wrong = contradiction(bucket, numel, state["size"])
         if bucket["step"] != state["step"]:
             wrong = f'["step"] is {bucket["step"]}, but the state is of step {state["step"]}'
+        if bucket["skipped"] != state["buckets"][0]["skipped"]:
+            wrong = f'["skipped"] is {bucket["skipped"]}, but another number in the first bucket'
         if wrong:
             yield f'["buckets"][{index}]{wrong}'
 
@@ -267,6 +272,7 @@ def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
         "global_threshold": math.inf,
         "global_trend": 0.0,
         "step": saved["step"],
+        "skipped": saved["buckets"][0]["skipped"],
         "sparse_steps": 0,
     }
 

@@ -84,7 +84,9 @@ class State:
     """What is remembered from step to step, besides the residual."""
 
     step: int = 0
-    """Steps taken, dense, sparse and skipped."""
+    """Steps so far, dense, sparse and skipped."""
+    skipped: int = 0
+    """Of these, the skipped ones: they count neither for the warm-up nor for a ramp."""
     sparse_steps: int = 0
     """Sparse steps taken."""
     local: Carried = field(default_factory=Carried)

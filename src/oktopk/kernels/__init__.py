@@ -54,6 +54,10 @@ class Kernels(Protocol):
         threshold: float,
     ) -> tuple[Tensor, Tensor]: ...
 
+    def step_square(
+        self, gradient: Tensor, moment: Tensor, *, grown: float, least: float
+    ) -> Tensor: ...
+
     def adam(
         self,
         parameter: Tensor,

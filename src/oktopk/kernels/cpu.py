@@ -164,6 +164,19 @@ def sum_select(
     return _compact(run, high - low, values.dtype, indices.dtype)
 
 
+def step_square(gradient: Tensor, moment: Tensor, *, grown: float, least: float) -> Tensor:
+    vectors = _flat((gradient, moment))
+    if vectors is None:
+        return reference.step_square(gradient, moment, grown=grown, least=least)
+    g, v = vectors
+    bits, (_, mask, _) = _bits(g), _limits(0.0, gradient.dtype)
+    most, scale = reference.fixed_point(least, g.size)
+    scalars = [mask, *(g.dtype.type(x) for x in (grown, least)), most, scale]
+    loop = _compiled(gradient.dtype)["step_square"]
+    sums = _parallel(lambda low, high: int(loop(g, bits, v, low, high, *scalars)), _chunks(g.size))
+    return torch.tensor(sum(sums) / (scale * g.size), dtype=torch.float64, device="cpu")
+
+
 def adam(
     parameter: Tensor, gradient: Tensor, average: Tensor, moment: Tensor, **factors: float
 ) -> None:
@@ -342,7 +355,7 @@ def _jit(function: Any) -> Any:
 
 _OVER_VALUES = (
     *("accumulate", "select", "histogram", "keep", "merge", "add_at", "scatter", "take_common"),
-    *("sum_select", "adam"),
+    *("sum_select", "step_square", "adam"),
 )
 _OF_MESSAGES = (
     *("count_gaps", "pack_gaps", "unpack_gaps", "pack_bits", "unpack_bits"),
@@ -433,6 +446,7 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "merge", i, v, i, v, i, v
     yield "scatter", v, 0, i, v, -1
     yield "take_common", v, i, v, i
+    yield "step_square", v, bits, v, 0, 0, mask, *[v.dtype.type(0)] * 2, 0.0, 0.0
     yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
 

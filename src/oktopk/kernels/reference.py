@@ -145,6 +145,26 @@ def sum_select(
     return found.to(indices.dtype) + low, chosen
 
 
+def step_square(gradient: Tensor, moment: Tensor, *, grown: float, least: float) -> Tensor:
+    """The mean square of what `adam` divides the gradient to, bitwise the same on all ranks.
+
+    Args:
+        grown, least: as in `adam`.
+    """
+    most, scale = fixed_point(least, gradient.numel())
+    floor = (gradient * least).square()
+    squares = gradient.double().square() / torch.maximum(moment * grown, floor).double()
+    squares = torch.where(squares < most, squares, most) * (gradient != 0)
+    return (squares * scale).to(torch.int64).sum().double() / (scale * gradient.numel())
+
+
+def fixed_point(least: float, numel: int) -> tuple[float, float]:
+    """The largest that a square can be, and what squares are multiplied by before they are rounded
+    to integers and summed: a sum of integers is the same in any order."""
+    most = 1 / (least * least)
+    return most, 2.0**62 / (most * numel)
+
+
 def adam(
     parameter: Tensor,
     gradient: Tensor,
