@@ -60,10 +60,11 @@ def main() -> None:
     # steps are dense, since gradients change fastest there. `dense_below` is for this small model,
     # whose embedding has 2048 elements.
     algorithm = oktopk.algorithm(args.algorithm, density=args.density, warmup_steps=4)
-    handle = oktopk.attach(model, algorithm, dense_below=2000)
-
-    # Compression is saved and loaded with the rest: residuals differ on every rank.
-    checkpoint_with(accelerator, handle)
+    handle = None
+    if accelerator.num_processes > 1:  # alone, there is nothing to average
+        handle = oktopk.attach(model, algorithm, dense_below=2000)
+        # Compression is saved and loaded with the rest: residuals differ on every rank.
+        checkpoint_with(accelerator, handle)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     if args.checkpoint and args.checkpoint.exists():
@@ -85,13 +86,15 @@ def main() -> None:
 
     if args.checkpoint:
         accelerator.save_state(args.checkpoint)
-    handle.check_replicas()  # raises unless all ranks have the same model, to the bit
+    if handle is not None:
+        handle.check_replicas()  # raises unless all ranks have the same model, to the bit
     if accelerator.is_main_process and not losses:
         print("nothing to do: --steps counts those before the checkpoint, too")
     elif accelerator.is_main_process:
-        totals = handle.stats().totals
         print(f"first loss         {losses[0]:.4f}")
         print(f"last loss          {losses[-1]:.4f}")
+    if accelerator.is_main_process and losses and handle is not None:
+        totals = handle.stats().totals
         print(f"compression ratio  {totals.compression_ratio:.1f}")
         print(f"sparsity           {totals.sparsity:.3f}")
         print(f"megabytes sent     {totals.bytes_sent / 1e6:.3f}")

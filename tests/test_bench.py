@@ -275,7 +275,7 @@ def damaged_runs() -> Iterator[tuple[Any, str]]:
         (("contender",), 3, "results[0].contender is 3"),
         (("stages",), {"data": "long"}, 'results[0].stages.data is "long"'),
         (("curve",), [[1.0]], "points without two numbers"),
-        (("curve",), [[1.0, None]], "results[0].curve[0][1] is null"),
+        (("curve",), [[1.0, "low"]], 'results[0].curve[0][1] is "low"'),
         (("window",), 0, "window is 0"),
         (("speedup",), "2x", 'results[0].speedup is "2x"'),
     ):
@@ -323,9 +323,12 @@ def test_a_file_of_something_else_is_told(
 
 
 def test_a_whole_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also with a curve that has no finite loss."""
+    """Also with a curve that has no finite loss, or not only such."""
     run = kept_run()
     run["results"] += [{**run["results"][0], "contender": "fp16", "curve": []}]
+    run["results"] += [
+        {**run["results"][0], "contender": "bf16", "curve": [[1.0, 2.0], [2.0, None]]}
+    ]
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"format": files.FORMAT, "version": files.VERSION, "runs": [run]}))
     assert bench("--report-only --json", path, "--plot", tmp_path / "plot.svg") == 0

@@ -273,8 +273,8 @@ print(*sorted({"torch", "numba", "numpy"} & {*sys.modules}), file=sys.stderr)
 
 def test_names_of_the_package_are_there_when_they_are_used() -> None:
     assert {*oktopk.__all__} <= {*dir(oktopk)}
-    for name in oktopk.__all__:
-        assert getattr(oktopk, name) is not None
+    for name in dir(oktopk):  # its modules, too
+        assert getattr(oktopk, name) is not None or name == "__doc__"
     with pytest.raises(AttributeError, match="has no attribute 'attack'"):
         _ = oktopk.attack  # type: ignore[attr-defined]
 
@@ -317,7 +317,7 @@ def test_streams_that_are_closed() -> None:
     [
         (UserError("a\nb\x1b[31m \udcff"), r"a\nb\x1b[31m \xff"),
         (OSError(28, "No space left on device", "a\nb"), r"a\nb: No space left on device"),
-        (MemoryError(), "memory ran out: use a smaller --width"),
+        (MemoryError(), "memory ran out: use a smaller model"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "(2.00 GiB could not"),
         (FileNotFoundError(2, "No such file", "ours"), ""),
         (ValueError("ours"), ""),

@@ -778,7 +778,7 @@ def test_an4_hashes(
     assert verified("published", "", Source(url + "a", right)) == "published"
     assert verified("asked", right, Source(url + "a", wrong)) == "asked for"
     assert caplog.text == ""
-    # The next source is only for one that cannot be reached.
+    # The next source is only for one that cannot be reached, or has not the hash asked for.
     for asked, source, says in (
         ("", Source(url + "a", wrong), f"but {wrong} is published for it.*--sha256 {right}`"),
         (wrong, Source(url + "a", right), f"but {wrong} is asked for"),
@@ -787,7 +787,9 @@ def test_an4_hashes(
             verified("bad", asked, source, Source(url + "b"))
         assert "\n" not in str(caught.value)
         assert list((tmp_path / "bad").iterdir()) == []
-    assert caplog.text == ""
+        assert ("trying" in caplog.text) == bool(asked)
+    pages["/other"] = (content[:-100], len(content) - 100)
+    assert verified("other", right, Source(url + "other"), Source(url + "b")) == "asked for"
     gone = Source("http://127.0.0.1:9/gone", right)
     assert verified("second", "", gone, Source(url + "b")) == "no"
     assert f"trying {url}b, over plain http, where anybody on the way can change it" in caplog.text

@@ -264,7 +264,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINIT
     assert [run.wait() for run in runs] == [2, 2], [run.err.read_text() for run in runs]
     told = [run for run in runs if run.err.read_text()]
     assert len(told) == 1
-    one_line(told[0], "could not be had): use a smaller --width, --depth or --batch-size")
+    one_line(told[0], "could not be had): use a smaller model, smaller batches")
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,14 @@ _HOMES = {
     "transport": "NonFiniteGradientError PeerError",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULES = {*_HOMES, "checkpoint", "handle", "integrations", "kernels", "select", "wire"}
 
 
 if not TYPE_CHECKING:  # or a name that does not exist would have a type
 
     def __getattr__(name: str) -> Any:
-        if name == "checkpoint":
-            return importlib.import_module(".checkpoint", __name__)
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
@@ -91,4 +92,4 @@ if not TYPE_CHECKING:  # or a name that does not exist would have a type
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -48,6 +48,12 @@ FLOATS = schema.tensor(torch.float32, torch.float64)
 _STATE = schema.record({"residual": FLOATS, "velocity": FLOATS} | KEPT)
 
 
+def prepare(algorithm: Algorithm, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what sparse steps need now, not in the middle of a run."""
+    if not isinstance(algorithm, Dense) and dtype in _RESIDUAL_DTYPE:
+        for_device(device).prepare(_RESIDUAL_DTYPE[dtype], numel)
+
+
 class SparseAllreduce:
     """Averages a flat gradient over ranks, applying only its most important entries.
 
@@ -111,7 +117,7 @@ class SparseAllreduce:
         self._state = State()
         self._before: _Before | None = None
         self._dense, self._first = Dense(), False
-        self._prepare()
+        prepare(self.algorithm, self.numel, self.dtype, self.device)
 
     @property
     def residual(self) -> Tensor:
@@ -157,12 +163,7 @@ class SparseAllreduce:
             old = self._state
             self._state = State(step=old.step, skipped=old.skipped, clean=old.clean)
             self._before = None
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Compile what sparse steps need now, not in the middle of a run."""
-        if not isinstance(self.algorithm, Dense):
-            for_device(self.device).prepare(self._residual.dtype, self.numel)
+            prepare(self.algorithm, self.numel, self.dtype, self.device)
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import state
 from .algorithms import Algorithm, Dense, Step
-from .allreduce import SparseAllreduce
+from .allreduce import SparseAllreduce, prepare
 from .buckets import Bucket, Options, Slot, cut, slots_of, summarize
 from .moments import Moments, Squares
 from .stats import StepStats, Summary, Totals, together
@@ -145,6 +145,10 @@ class AllReducer:
         self._squares: dict[tuple[str, int], Squares] = {}
         self._before: tuple[Moments | None, dict[tuple[str, int], Squares]] = None, {}
         """As they were before the last step, for `discard`."""
+        if not self._problem():  # now, while no rank waits for another: it may take long
+            for dtype in {slot.dtype for slot in self._slots}:
+                numel = sum(slot.numel for slot in self._slots)
+                prepare(algorithm, numel, dtype, self._slots[0].device)
         self._worker.run(self._build, Operation.BEGIN.value)
         self.set_trainer(trainer)
 

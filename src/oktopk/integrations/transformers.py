@@ -84,9 +84,9 @@ class CompressCallback(Attaching, TrainerCallback):
         train = trainer.train
 
         @functools.wraps(train)
-        def noting(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self._asked = resume_from_checkpoint
-            return train(resume_from_checkpoint, *args, **kwargs)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self._asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+            return train(*args, **kwargs)
 
         trainer.train = noting  # type: ignore[method-assign]
 

@@ -100,11 +100,24 @@ def _list(runs: object) -> list[object]:
 
 def _run(values: object) -> dict[str, Any]:
     """A run as it was kept, but for what is read here, which is checked."""
-    known = build(_Run, values)
+    known = build(_Run, _without_gaps(values))
     assert isinstance(values, dict)
     for result in known.results:
         result.check()
     return {**values, "results": known.results, "notes": known.notes}
+
+
+def _without_gaps(run: Any) -> Any:
+    """Losses that were not finite are null in JSON: the curves of contenders that diverged."""
+    if not isinstance(run, dict) or not isinstance(run.get("results"), list):
+        return run
+    results = []
+    for result in run["results"]:
+        if isinstance(result, dict) and isinstance(result.get("curve"), list):
+            whole = [p for p in result["curve"] if not (isinstance(p, list) and None in p)]
+            result = result | {"curve": whole}
+        results.append(result)
+    return run | {"results": results}
 
 
 @dataclass(frozen=True)

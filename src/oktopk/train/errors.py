@@ -32,7 +32,7 @@ def mistake(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
     if lack := room.shortage(error):
-        return f"{lack}: use a smaller --width, --depth or --batch-size, or fewer workers"
+        return f"{lack}: use a smaller model, smaller batches, or fewer workers"
     if isinstance(error, ImportError):
         return _missing_package(error)
     if isinstance(error, BrokenPipeError):

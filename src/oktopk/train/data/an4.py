@@ -174,7 +174,7 @@ def fetch(
     with temporary as name:
         archive, unpacked = Path(name, "archive"), Path(name, "unpacked")
         record = an4_archive.verify(
-            *an4_archive.download(sources, archive, data_dir, progress), sha256
+            *an4_archive.download(sources, archive, data_dir, progress, sha256), sha256
         )
         try:
             an4_archive.unpack(archive, unpacked)

@@ -51,7 +51,8 @@ SOURCES = (
     Source("https://www.speech.cs.cmu.edu/databases/an4/an4_sphere.tar.gz"),
     Source("http://www.speech.cs.cmu.edu/databases/an4/an4_sphere.tar.gz"),
 )
-"""In the order in which they are tried: the next one only if one cannot be reached."""
+"""In the order in which they are tried: the next one only if one cannot be reached, or has not the
+hash that a user asks for."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,18 @@ class Fetched:
 
 
 def download(
-    sources: Sequence[Source], archive: Path, data_dir: Path, progress: bool
+    sources: Sequence[Source], archive: Path, data_dir: Path, progress: bool, sha256: str = ""
 ) -> tuple[Source, Fetched]:
-    """The archive, from the first source that can be reached."""
+    """The archive, from the first source that can be reached and has the hash that is asked for."""
     for source, other in zip(sources, [*sources[1:], None], strict=True):
         try:
-            return source, _download_from(source.url, archive, progress)
+            fetched = _download_from(source.url, archive, progress)
+            if fetched.sha256 == (sha256.lower() or fetched.sha256):
+                return source, fetched
+            problem = (
+                f"the AN4 of {fetched.url} has the SHA-256 {fetched.sha256}, but {sha256.lower()} "
+                "is asked for"
+            )
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if type(error) is urllib.error.URLError else error
             problem = f"AN4 could not be downloaded from {source.url}: {reason}"
@@ -90,10 +97,9 @@ def verify(source: Source, fetched: Fetched, sha256: str) -> dict[str, Any]:
     none is known, that is said."""
     wanted = sha256.lower() or source.sha256
     if wanted and fetched.sha256 != wanted:
-        whose = "is asked for" if sha256 else "is published for it"
         raise UserError(
-            f"{fetched.url} has the SHA-256 {fetched.sha256}, but {wanted} {whose}: the archive is "
-            "another one, and is not unpacked; if you trust it, "
+            f"{fetched.url} has the SHA-256 {fetched.sha256}, but {wanted} is published for it: "
+            "the archive is another one, and is not unpacked; if you trust it, "
             f"`oktopk data an4 --sha256 {fetched.sha256}` takes it"
         )
     published = {known.sha256 for known in (source, *SOURCES)}
