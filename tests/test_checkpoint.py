@@ -7,7 +7,9 @@ import collections
 import contextlib
 import functools
 import json
+import math
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,7 +30,7 @@ from torch import Tensor, nn
 
 import oktopk
 from launch import Warm
-from models import attached, net, parameters, run, sgd
+from models import attached, loss_of, net, parameters, run, sgd
 from oktopk.state import redistribute, sharers
 from ranks import Rank, Ranks
 
@@ -632,3 +635,38 @@ def test_with_torch_distributed_checkpoint(
         if old == new:
             for (_, weights), (_, want) in zip(after, before, strict=True):
                 assert torch.equal(weights, want)
+
+
+def with_extremes(rank: Rank, folder: str) -> None:
+    """Numbers that are legal in a run must be legal in its checkpoints."""
+    algorithm = oktopk.OkTopk(
+        density=np.float64(0.05), warmup_steps=1, balance_trigger=math.inf, wire="float32"
+    )
+    model, handle = attached(rank, algorithm)
+    optimizer = oktopk.AdamW(model.parameters(), lr=1e-3, refresh_interval=2)
+    for step in range(6):
+        optimizer.zero_grad()
+        (loss_of(model, step, rank.rank) * (1e25 if step == 3 else 1.0)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        oktopk.checkpoint.save(folder, handle)
+        oktopk.checkpoint.load(folder, attached(rank, algorithm)[1])
+
+
+def test_whatever_is_saved_can_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, with_extremes, str(tmp_path))
+
+
+def test_a_disk_that_takes_no_more_is_said(tmp_path: Path) -> None:
+    model = net()
+    optimizer = oktopk.DistributedOptimizer(sgd(model), model.named_parameters(), OKTOPK)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            oktopk.checkpoint.save(tmp_path / "full", optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not (tmp_path / "full").exists()

@@ -298,6 +298,8 @@ def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:
     gradient = named[name].grad if name in named else None
     if gradient is not None:
         now = [_sum(t.double().square()) for t in (gradient, average)]
+        if not all(map(math.isfinite, now)):
+            return
         before = reducer.notes.get("clipping", now)
         part = 1 / reducer.square_interval
         reducer.notes["clipping"] = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
@@ -322,7 +324,8 @@ def _sums(values: Tensor, dims: Sequence[int]) -> Tensor:
     if not 0 < largest < math.inf:
         return torch.zeros([1] * values.ndim, dtype=torch.float64, device=values.device)
     unit = largest / (2**62 // values.numel())
-    return (values.double() / unit).to(torch.int64).sum(list(dims), keepdim=True) * unit
+    sums = (values.double() / unit).to(torch.int64).sum(list(dims), keepdim=True)
+    return sums.double() * unit
 
 
 def _sum(values: Tensor) -> float:

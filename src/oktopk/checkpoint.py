@@ -137,6 +137,9 @@ def _write(
     rank = state["rank"]
     path, content = data / disk.rank_file(rank), {"compression": state, "own": own}
     try:
+        wrong = problem_of(state)  # `load` would refuse it for good
+        if wrong:
+            raise ValueError(wrong)
         new += disk.missing(data)
         disk.make(data, new)
         files = {path.name: disk.write(path, content, {"own": own})}
@@ -317,6 +320,13 @@ class DistributedCheckpoint:
         if wrong:
             raise ValueError(f"this is not what a DistributedCheckpoint has saved: it{wrong}")
         states = {old: _from_leaves(saved[_key(old)]) for old in self._olds()}
+        if self._squared is None and any(
+            s.get("moments") and not s["squares"] for s in states.values()
+        ):
+            raise ValueError(
+                "room for the sums of squares is missing: name the folder that is loaded from, "
+                "DistributedCheckpoint(handle, checkpoint_id)"
+            )
         step = next(iter(states.values())).get("step")
         return {old: _checked(state, old, self._ranks, step) for old, state in states.items()}
 
@@ -372,4 +382,5 @@ def _said(error: Exception) -> str:
 
 def _ascii(text: str, most: int = 900) -> str:
     """A text that can travel, whatever is in it."""
-    return text.encode("ascii", "backslashreplace").decode()[:most]
+    plain = text.encode("ascii", "backslashreplace").decode()[:most]
+    return "".join(character if character.isprintable() else " " for character in plain)

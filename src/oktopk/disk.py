@@ -166,6 +166,8 @@ def write(path: Path, content: Any, parts: Mapping[str, Any]) -> dict[str, int]:
         except OSError:
             raise
         except Exception as error:  # torch.save and torch.load raise all sorts
+            if isinstance(error.__context__, OSError):  # a disk that is full, say
+                raise error.__context__ from None
             raise ValueError(_culprit(parts) or f"{type(error).__name__}: {error}") from error
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "crc32": _crc32(path)}

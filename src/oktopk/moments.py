@@ -7,6 +7,7 @@ step one slice of the elements, 1/interval of them, is averaged over ranks and b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,9 @@ class Moments:
         means /= self._transport.size
         self._transport.all_reduce(means)
         for (slot, _), mean in zip(parts, means.tolist(), strict=True):
-            self.totals[slot.name] = mean / max(1, self._used[slot.name])
+            # Squares of gradients above 1e19 are infinite in float32: then nothing is known.
+            known = mean / max(1, self._used[slot.name])
+            self.totals[slot.name] = known if math.isfinite(known) else 0.0
 
     def _average(self, turn: int) -> list[Squares]:
         """The mean squares of one slice; its sums begin anew."""
@@ -195,7 +198,8 @@ class Moments:
         """This rank's sums by parameter, in their shapes."""
         if not self._sums:
             return {}
-        return {slot.name: slot.shaped(part).clone() for slot, part in self._parts()}
+        kept = ((slot, part.nan_to_num(posinf=0.0)) for slot, part in self._parts())
+        return {slot.name: slot.shaped(part) for slot, part in kept}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], squares: Mapping[str, Tensor]) -> None:

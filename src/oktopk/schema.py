@@ -65,14 +65,14 @@ def matching(pattern: re.Pattern[str], what: str) -> Check:
 
 
 def plain(value: Any) -> str | None:
-    """A text, flag, finite number or None, or a list of these, or such values by name."""
+    """A text, flag, number or None, or a list of these, or such values by name."""
     if isinstance(value, Mapping):
         return entries(plain_leaf)(value)
     return several(plain_leaf)(value) if isinstance(value, list | tuple) else plain_leaf(value)
 
 
 def plain_leaf(value: Any) -> str | None:
-    simple = value is None or type(value) in (str, bool) or not number()(value)
+    simple = value is None or type(value) in (str, bool) or not number(finite=False)(value)
     return None if simple else f" is {shown(value)}, but must be a plain value"
 
 

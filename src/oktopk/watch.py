@@ -47,7 +47,8 @@ def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callab
     reducer.announce(named_parameters.items())
     _announcements += 1
     look = _Look(reducer)
-    handles = [parameter.register_hook(look) for parameter in named_parameters.values()]
+    trained = (p for p in named_parameters.values() if p.requires_grad)  # not those frozen since
+    handles = [parameter.register_hook(look) for parameter in trained]
 
     def end() -> None:
         for handle in handles:

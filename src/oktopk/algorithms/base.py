@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,9 @@ class Algorithm(ABC):
     """How entries travel: plain, float32, bfloat16, float16 or int8; see wire.py."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ramp", tuple(self.ramp))
+        for knob in fields(self):  # numpy's numbers could not be saved
+            object.__setattr__(self, knob.name, _plain(getattr(self, knob.name)))
+        object.__setattr__(self, "ramp", tuple(map(_plain, self.ramp)))
         for density in (self.density, *self.ramp):
             if not (isinstance(density, int | float) and 0 < density <= 1):
                 raise ValueError(
@@ -77,6 +80,10 @@ class Algorithm(ABC):
     @abstractmethod
     def words(self, numel: int, size: int) -> float:
         """Most words that a rank sends in a step on average; an index or a value is a word."""
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, float) else value
 
 
 @dataclass
