@@ -123,7 +123,7 @@ def learn(variant: str, text: Tensor, args: argparse.Namespace, seed: int) -> tu
     plain = variant in ("dense", "torch")
     kind: Any = torch.optim.AdamW if plain else oktopk.AdamW
     optimizer = kind(model.parameters(), lr=args.lr)
-    oktopk.adam._LARGEST_STEP = math.inf if variant == "unbounded" else 1.0
+    oktopk.adam._LARGEST_STEP = math.inf if variant == "unbounded" else 2.0
     train, valid = text[: -len(text) // 10], text[-len(text) // 10 :]
     random = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     losses = []

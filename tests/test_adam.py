@@ -162,7 +162,7 @@ def compare(rank: Rank, refresh: bool, limit: float) -> int:
             raised += int((least > square[name]).sum())
             square[name] = torch.maximum(square[name], least)
             sizes.append(float((gradient.double() ** 2 / square[name]).mean().sqrt()))
-            mean[name] = 0.5 * mean[name] + 0.5 * gradient / max(1, sizes[-1] / 0.9)
+            mean[name] = 0.5 * mean[name] + 0.5 * gradient / (sizes[-1] if sizes[-1] > 0.9 else 1)
             divisor = square[name].sqrt() + 1e-8
             weights[name] = weights[name] * (1 - 0.01 * 0.01)
             weights[name] = weights[name] - 0.01 * mean[name] / divisor
@@ -759,6 +759,23 @@ def test_dense_steps_make_a_second_moment_known() -> None:
     assert not by_torch(alone.inner, [weight])
     alone.run(2 * INTERVAL)
     assert alone.reducer.square_totals
+
+
+def test_a_sudden_large_gradient_does_no_harm() -> None:
+    """Nor what error feedback has kept of it: both move a weight no further than others do."""
+    alone = Alone(net(), lr=1e-4)
+    weight = alone.model[3].weight  # type: ignore[index]
+    alone.run(20)
+    moved = []
+    for factor in (1, 1e4):
+        before = weight.detach().clone()
+        for step in range(20):
+            alone.optimizer.zero_grad()
+            loss = alone.model(torch.randn(8, 32)).square().mean()
+            (loss * factor if step == 0 else loss).backward()
+            alone.optimizer.step()
+        moved.append(float((weight.detach() - before).square().mean()))
+    assert 0 < moved[1] < 2 * moved[0]
 
 
 def test_skipped_steps_are_no_warm_up() -> None:

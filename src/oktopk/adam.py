@@ -39,10 +39,10 @@ _LARGEST = 10, 100
 these limits; the second moment is raised where it would be more. What has waited for many steps
 may move it far, but not what the warm-up never saw, such as a rare word's embedding: it would be
 divided by nothing."""
-_LARGEST_STEP = 1.0
-"""A step moves the elements of a parameter by at most this many learning rates, in the root mean
-square. Dense steps of Adam have a size of 1 or less, since its second moment takes notice of all
-that comes; where sparse ones are larger, the gradient is scaled down, as in Adafactor."""
+_LARGEST_STEP = 2.0
+"""By how many learning rates a step may move the elements of a parameter, in the root mean square.
+It is about 1 as long as the second moment is right, also with sums that have waited. If it is more
+than this, gradients have grown suddenly, and it is made 1, as it would be in dense Adam."""
 
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have said that they know too little."""
@@ -235,7 +235,7 @@ class _SparseAdam(Optimizer):
                 p.grad,
                 self.state[p]["exp_avg"],
                 self.state[p]["exp_avg_sq"],
-                sign=(-1 if group["maximize"] else 1) / max(1.0, size / _LARGEST_STEP),
+                sign=(-1 if group["maximize"] else 1) / (size if size > _LARGEST_STEP else 1),
                 weight=1 - min(beta1, _SPARSE_BETA1),
                 decay=0.0 if self._decoupled else decay,
                 shrink=1 - lr * decay if self._decoupled else 1.0,
