@@ -22,7 +22,7 @@ from oktopk.lab.network import Loopback, unavailable
 from oktopk.lab.ranks import Ranks, RanksError
 from oktopk.lab.results import Result, Setting, Spread
 from oktopk.stats import STAGES
-from oktopk.train.data import spoken
+from oktopk.train.data import manifest, spoken
 from oktopk.train.errors import UserError
 
 SPECS = [
@@ -320,6 +320,18 @@ def test_a_file_of_something_else_is_told(
     for mode in ("--report-only --json", "--loopback --append --json"):
         assert bench(mode, path) == 2
         assert says in capsys.readouterr().err
+
+
+def test_devices_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for flag in ("--json", "--plot"):
+        assert bench(f"--loopback {flag}", pipe) == 2
+        assert f"{flag} {pipe} is no ordinary file" in capsys.readouterr().err
+    recording = manifest.Utterance(tmp_path / "a.wav", "YES", 1.0)
+    with pytest.raises(UserError, match="is no ordinary file"):
+        manifest.write(pipe, [recording])
+    assert pipe.is_fifo()
 
 
 def test_a_whole_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,8 +240,6 @@ _MOST: dict[str, float] = {
     "width": 1_000_000,
     "depth": 1000,
     "threads": 4096,
-    "nworkers": 4096,
-    "nwpernode": 4096,
     "seed": (1 << 40) - 1,
     "bucket_mb": 1 << 20,
 }
