@@ -31,18 +31,20 @@ VERSION = 1
 
 def check_file(path: Path, append: bool) -> None:
     """Find out before hours of measuring that results cannot be kept."""
-    check_writable("--json", path)
-    if os.path.lexists(path):
-        if not append:
-            raise UserError(f"--json {path} is there already: --append adds to it")
+    if os.path.lexists(path) and not append:
+        raise UserError(f"--json {path} is there already: --append adds to it")
+    if append and os.path.lexists(path):
         load(path)
+    check_writable("--json", path)
 
 
 def check_writable(flag: str, path: Path) -> None:
     """UserError if `replacing` could not write the file."""
     if not path.name or os.path.isdir(path):
         raise UserError(f"{flag} {path} is a folder: name a file in it")
-    if path.exists() and not path.is_file():  # replacing /dev/null, say, would be the end of it
+    if os.path.exists(path) and not os.path.isfile(
+        path
+    ):  # replacing /dev/null, say, would be the end of it
         raise UserError(f"{flag} {path} is no ordinary file: name one that is, or a new one")
     with _told(flag, path):
         part = _part(path)
