@@ -1,9 +1,9 @@
 """What becomes of averages: whether an optimizer steps with them, and whether both fit together.
 
 Every step of any torch optimizer passes through `_before` and `_after`, and every backward through
-`_Look`, before it touches a gradient. Nothing here communicates: all ranks run the
-same program, so all come to the same conclusion. A rank that does not is found by the next step,
-which compares where ranks are.
+`_Look`, before it touches a gradient. Nothing here communicates: all ranks run the same program, so
+all come to the same conclusion. A rank that does not is found by the next step, which compares where
+ranks are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callab
         for handle in handles:
             handle.remove()
 
-    weakref.finalize(reducer, end)
+    weakref.finalize(reducer, end).atexit = False
     return end
 
 
