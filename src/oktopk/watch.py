@@ -2,8 +2,8 @@
 
 Every step of any torch optimizer passes through `_before` and `_after`, and every backward through
 `_Look`, before it touches a gradient. Nothing here communicates: all ranks run the same program, so
-all come to the same conclusion. A rank that does not is found by the next step, which compares where
-ranks are.
+all come to the same conclusion. The next step finds a rank that does not: it compares where ranks
+are.
 """
 
 from __future__ import annotations
