@@ -131,7 +131,9 @@ def write(
     path = Path(path)
     if not utterances:
         raise UserError(f"there is nothing to write to {path}: no utterance was found")
-    if path.exists() and not path.is_file():  # replacing /dev/null, say, would be the end of it
+    if (
+        path.exists() and not path.is_file() and not path.is_dir()
+    ):  # to replace a device destroys it
         raise UserError(f"{path} is no ordinary file: name one that is, or a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     home = path.parent.resolve()
