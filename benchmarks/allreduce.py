@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 
 import oktopk
 from common import density, heavy_tailed, join_group, positive, progress, slowest_ms, table
-from oktopk.stats import STAGES
+from oktopk.core.stats import STAGES
 
 
 def main() -> None:

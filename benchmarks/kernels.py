@@ -12,8 +12,8 @@ import json
 import torch
 
 from common import density, heavy_tailed, median_ms, positive, table
+from oktopk.core.select import kth_largest
 from oktopk.kernels import for_device
-from oktopk.select import kth_largest
 
 
 def main() -> None:

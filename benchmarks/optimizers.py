@@ -39,8 +39,8 @@ from pathlib import Path
 from statistics import fmean
 
 from common import positive, table
-from oktopk.train.errors import UserError
-from oktopk.train.folder import METRICS, read_metrics
+from oktopk.common.errors import UserError
+from oktopk.train.run_folder import METRICS, read_metrics
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from oktopk.train.models.deepspeech import Recurrent, Spans
+from oktopk.workloads.speech.deepspeech import Recurrent, Spans
 
 
 def median(run: Callable[[], Tensor], repeats: int = 7) -> float:

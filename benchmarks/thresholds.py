@@ -8,7 +8,7 @@ candidates, which is what is sent.
 rules
   reuse      the last exact threshold, evaluated every 32 steps
   corrected  the last threshold times (count / k) ** 0.1
-  forecast   oktopk.select.Carried, as the library does it: aims at 1.2 k, follows the trend
+  forecast   oktopk.core.select.Carried, as the library does it: aims at 1.2 k, follows the trend
 
 gradients
   noise      heavy-tailed, independent, its scale rising and falling by a factor of 7
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from common import density, heavy_tailed, positive, table
 from oktopk.algorithms.oktopk import MANY
-from oktopk.select import TOLERANCE, Carried, aim, is_due, keep_from, kth_largest, select
+from oktopk.core.select import TOLERANCE, Carried, aim, is_due, keep_from, kth_largest, select
 
 Gradients = Callable[[int, int, Tensor, Tensor], Tensor]
 """(step, numel, fresh noise, noise that stays the same) -> gradient"""

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from models import SMALL, attached, batch, loss_of, net, parameters, run
 from oktopk import adam
+from oktopk.core.state import redistribute, upgraded
 from oktopk.kernels import reference
-from oktopk.state import redistribute, upgraded
 from ranks import Rank, Ranks
 
 WARMUP, INTERVAL = 4, 3

@@ -17,8 +17,8 @@ import oktopk
 from gradients import PATTERNS, drifting, drifting_on
 from oktopk.algorithms.base import Buffers, State, Step
 from oktopk.algorithms.exchange import balance
-from oktopk.transport import Transport
-from oktopk.wire import Entries
+from oktopk.core.transport import Transport
+from oktopk.wire.message import Entries
 from ranks import Rank, Ranks
 
 NAMES = oktopk.names()

@@ -16,14 +16,14 @@ import pytest
 
 import oktopk
 from oktopk.cli import main
-from oktopk.lab import contenders, files, race, results, tables
-from oktopk.lab.contenders import Contender, PowerSGD, parse
-from oktopk.lab.network import Loopback, unavailable
-from oktopk.lab.ranks import Ranks, RanksError
-from oktopk.lab.results import Result, Setting, Spread
-from oktopk.stats import STAGES
-from oktopk.train.data import manifest, spoken
-from oktopk.train.errors import UserError
+from oktopk.common.errors import UserError
+from oktopk.core.stats import STAGES
+from oktopk.lab.bench import contenders, files, race, results, tables
+from oktopk.lab.bench.contenders import Contender, PowerSGD, parse
+from oktopk.lab.bench.ranks import Ranks, RanksError
+from oktopk.lab.bench.results import Result, Setting, Spread
+from oktopk.lab.network.network import Loopback, unavailable
+from oktopk.workloads.speech import manifest, spoken
 
 SPECS = [
     *("dense", "fp16", "bf16", "powersgd:1", "oktopk", "oktopk:density=0.1,region_interval=2"),
@@ -379,7 +379,7 @@ def test_what_is_measured_is_kept_whatever_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(race, "Ranks", FakeRanks)
-    monkeypatch.setattr("oktopk.lab.plan._check_training", lambda _: None)
+    monkeypatch.setattr("oktopk.lab.bench.plan._check_training", lambda _: None)
     path, plot = tmp_path / "results.json", tmp_path / "plot.svg"
     specs = [first, "fp16:lr=1", "fp16", last]
     line = "train --loopback --hosts 2 --contenders"

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import oktopk
 from launch import Warm
 from models import attached, loss_of, net, parameters, run, sgd
-from oktopk.state import redistribute, sharers
+from oktopk.core.state import redistribute, sharers
 from ranks import Rank, Ranks
 
 OKTOPK = oktopk.OkTopk(density=0.05, warmup_steps=2)
@@ -418,7 +418,7 @@ def inside(folder: Path, patience: float) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with mock.patch.object(oktopk.disk, "_VISIBLE_WITHIN", patience):
+        with mock.patch.object(oktopk.core.disk, "_VISIBLE_WITHIN", patience):
             yield
     finally:
         os.chdir(before)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import oktopk
 from oktopk.cli import main
-from oktopk.train import options
-from oktopk.train.config import Config, flag
-from oktopk.train.errors import UserError, mistake
-from oktopk.train.place import Place, address, first_node, meeting_file, place
-from oktopk.train.recipes import RECIPES, recipe
+from oktopk.common.errors import UserError, mistake
+from oktopk.train.config import options
+from oktopk.train.config.config import Config, flag
+from oktopk.train.config.recipes import RECIPES, recipe
+from oktopk.train.launch.place import Place, address, first_node, meeting_file, place
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 

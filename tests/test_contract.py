@@ -22,10 +22,11 @@ from torch import Tensor
 import oktopk
 from conftest import SIZES
 from gradients import PATTERNS
-from oktopk import select, wire
 from oktopk.algorithms import base
+from oktopk.core import select
 from oktopk.kernels import cpu, reference
-from oktopk.wire import FORMATS
+from oktopk.wire import message as wire
+from oktopk.wire.message import FORMATS
 from ranks import Rank, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

@@ -29,11 +29,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.data import an4, audio, command, features, manifest, phrases, spoken
-from oktopk.train.data.an4_archive import SOURCES, Source
-from oktopk.train.data.cache import cache_dir
-from oktopk.train.data.manifest import Utterance
-from oktopk.train.errors import UserError
+from oktopk.common.cache import cache_dir
+from oktopk.common.errors import UserError
+from oktopk.workloads.speech import an4, audio, command, features, manifest, phrases, spoken
+from oktopk.workloads.speech.an4_archive import SOURCES, Source
+from oktopk.workloads.speech.manifest import Utterance
 
 soundfile: Any = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")

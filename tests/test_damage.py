@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import oktopk
 from models import attached, loss_of, net, run, sgd
 from oktopk.checkpoint import DistributedCheckpoint
-from oktopk.state import TENSORS, upgraded
+from oktopk.core.state import TENSORS, upgraded
 from ranks import Rank, Ranks
 
 OKTOPK = oktopk.OkTopk(density=0.05, warmup_steps=2)

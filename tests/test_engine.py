@@ -221,7 +221,7 @@ ENDINGS = {
     ),
     # The same, and the other rank goes while this one's interpreter comes to its end.
     "half a step, abandoned": (
-        "from oktopk import worker\n"
+        "from oktopk.core import worker\n"
         "worker._PATIENCE = 0.3\n"
         "if rank == 0:\n"
         "    handle.reducer.submit({'weight': torch.ones(90_000)}, torch.ones(1), False)\n"

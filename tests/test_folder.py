@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oktopk.train.config import Config
-from oktopk.train.errors import UserError
-from oktopk.train.folder import (
+from oktopk.common.errors import UserError
+from oktopk.common.format import toml
+from oktopk.train.config.config import Config
+from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
+from oktopk.train.run_folder import (
     METRICS,
     RunFolder,
     latest_run,
@@ -27,9 +29,7 @@ from oktopk.train.folder import (
     previous_epochs,
     read_metrics,
 )
-from oktopk.train.folder import settings as settings_of
-from oktopk.train.format import toml
-from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
+from oktopk.train.run_folder import settings as settings_of
 
 TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -294,7 +294,7 @@ def test_tensorboard_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_run_folders_are_new_and_the_latest_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oktopk.train.folder.time.strftime", lambda _: "20250101-101112")
+    monkeypatch.setattr("oktopk.train.run_folder.time.strftime", lambda _: "20250101-101112")
     base = tmp_path / "runs"
     assert latest_run("an4", base) is None
     made = [new_run_folder("an4", base) for _ in range(11)]

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from torch import Tensor
 
 from launch import Warm
+from oktopk.core.select import kth_largest, smallest
 from oktopk.kernels import cpu, reference
-from oktopk.select import kth_largest, smallest
 
 DTYPES = (torch.float32, torch.float64)
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-40, 5e-324, 1e-300, 3e38, float("inf"))

@@ -17,9 +17,9 @@ import pytest
 
 from launch import Warm
 from oktopk.cli import main
-from oktopk.lab import namespaces
-from oktopk.lab.network import Counters, Link, Loopback, Network, unavailable
-from oktopk.train.errors import UserError
+from oktopk.common.errors import UserError
+from oktopk.lab.network import namespaces
+from oktopk.lab.network.network import Counters, Link, Loopback, Network, unavailable
 
 needs_network = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 NAMES = Path("/run/netns")
@@ -446,7 +446,7 @@ def test_ranks_know_their_place(capfd: pytest.CaptureFixture[str]) -> None:
 @needs_network
 def test_one_fails(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the others end, too, and its exit code is ours."""
-    monkeypatch.setattr("oktopk.lab.command._SECONDS_ALONE", 0.2)
+    monkeypatch.setattr("oktopk.lab.network.command._SECONDS_ALONE", 0.2)
     began = time.monotonic()
     assert main(["lab", "--", "sh", "-c", "if [ {rank} = 1 ]; then exit 7; fi; sleep 1000"]) == 7
     assert time.monotonic() - began < 60
@@ -555,8 +555,8 @@ def test_torchrun_trains_across_hosts(
     pytest.importorskip("rich")
     pytest.importorskip("jiwer")
     soundfile = pytest.importorskip("soundfile")
-    from oktopk.train.data import manifest
-    from oktopk.train.data.manifest import Utterance
+    from oktopk.workloads.speech import manifest
+    from oktopk.workloads.speech.manifest import Utterance
 
     recording = tmp_path / "yes.wav"
     soundfile.write(recording, [0.1, -0.1] * 4000, 16_000)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from launch import Warm
-from oktopk.train.data import manifest
-from oktopk.train.data.manifest import Utterance
+from oktopk.workloads.speech import manifest
+from oktopk.workloads.speech.manifest import Utterance
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("rich")

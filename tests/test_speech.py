@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from oktopk.train.data import spoken
-from oktopk.train.data.batches import Order, augmented, collate, prefetched
-from oktopk.train.data.features import BINS, compute, logmel, open_corpus, spectrogram
-from oktopk.train.data.manifest import read
-from oktopk.train.models.deepspeech import SHAPES, DeepSpeech, Recurrent, Spans, shape
-from oktopk.train.text import LABELS, encode, error_rates, greedy, needed_frames
+from oktopk.workloads.speech import spoken
+from oktopk.workloads.speech.batches import Order, augmented, collate, prefetched
+from oktopk.workloads.speech.deepspeech import SHAPES, DeepSpeech, Recurrent, Spans, shape
+from oktopk.workloads.speech.features import BINS, compute, logmel, open_corpus, spectrogram
+from oktopk.workloads.speech.manifest import read
+from oktopk.workloads.speech.transcripts import LABELS, encode, error_rates, greedy, needed_frames
 
 
 def test_number_of_parameters() -> None:

@@ -170,8 +170,8 @@ def impatient() -> Iterator[list[str]]:
     """What is logged, and without patience."""
     with (
         logged() as records,
-        mock.patch("oktopk.worker.LATE", 0.2),
-        mock.patch("oktopk.engine._LATE_STEP", 0.2),
+        mock.patch("oktopk.core.worker.LATE", 0.2),
+        mock.patch("oktopk.core.reducer._LATE_STEP", 0.2),
     ):
         yield records
 
@@ -199,14 +199,14 @@ def test_a_rank_that_waits_says_what_for(ranks: Ranks) -> None:
 FIRST_GROUP = """
 import sys, time
 from datetime import timedelta
-import torch, oktopk, oktopk.worker
+import torch, oktopk, oktopk.core.worker
 import torch.distributed as dist
 
 store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group(
     "gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
 )
-oktopk.worker.LATE = 0.2
+oktopk.core.worker.LATE = 0.2
 model = torch.nn.Linear(100, 100)
 began = time.monotonic()
 if rank == 1:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launch import Warm
-from oktopk.train.config import Config, flag
-from oktopk.train.data import spoken
-from oktopk.train.data.an4_archive import Source
-from oktopk.train.errors import UserError
-from oktopk.train.folder import read_metrics
+from oktopk.common.errors import UserError
+from oktopk.train.config.config import Config, flag
+from oktopk.train.config.options import options
+from oktopk.train.config.recipes import RECIPES, recipe
 from oktopk.train.optimizers import learning_rate
-from oktopk.train.options import options
-from oktopk.train.recipes import RECIPES, recipe
+from oktopk.train.run_folder import read_metrics
 from oktopk.train.trainer import Trainer
+from oktopk.workloads.speech import spoken
+from oktopk.workloads.speech.an4_archive import Source
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_bad_values(
     if values.get("dataset") == "an4":  # so that nothing is downloaded
         values = values | {"data_dir": str(tmp_path / "nowhere")}
         nowhere = (Source("http://127.0.0.1:9/an4.tar.gz"),)
-        monkeypatch.setattr("oktopk.train.data.an4.SOURCES", nowhere)
+        monkeypatch.setattr("oktopk.workloads.speech.an4.SOURCES", nowhere)
     with pytest.raises(UserError, match=problem):
         Trainer(tiny(corpus, tmp_path / "run", **values))
 

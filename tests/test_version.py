@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import oktopk
-from oktopk.version import version_of
+from oktopk.common.version import version_of
 
 
 def test_the_version_is_that_of_the_project() -> None:

@@ -13,17 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oktopk.train.config import Config
-from oktopk.train.format import byte_size, duration, number, percent, ratio
-from oktopk.train.records import (
-    BucketTiming,
-    EpochRecord,
-    Example,
-    Outcome,
-    Plan,
-    StepRecord,
-)
-from oktopk.train.view import View
+from oktopk.common.format import byte_size, duration, number, percent, ratio
+from oktopk.train.config.config import Config
+from oktopk.train.console.live import View
+from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
 
 SECONDS = {"data": 0.01, "forward": 0.04, "backward": 0.1, "synchronise": 0.03, "update": 0.02}
 SECONDS |= {"total": 0.2}
@@ -285,7 +278,7 @@ def test_a_console_that_knows_only_ascii(terminal: bool) -> None:
 
 def test_bars_are_redrawn_at_most_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("oktopk.train.view.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("oktopk.train.console.live.time.monotonic", lambda: now[0])
     shown, file = view(80, terminal=True)
     shown.started(plan(steps_per_epoch=700))
     for place in range(600):

@@ -18,11 +18,11 @@ from torch import Tensor
 
 import oktopk
 from gradients import drifting_on
-from oktopk import wire
 from oktopk.algorithms import Step
+from oktopk.core.transport import Transport
 from oktopk.kernels import cpu, reference
-from oktopk.transport import Transport
-from oktopk.wire import FORMATS, DamagedMessageError, Entries, Wire
+from oktopk.wire import message as wire
+from oktopk.wire.message import FORMATS, DamagedMessageError, Entries, Wire
 from ranks import Rank, Ranks
 
 RELATIVE = {"plain": 0.0, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5}

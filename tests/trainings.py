@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import oktopk
-from oktopk.train.errors import UserError
-from oktopk.train.recipes import recipe
+from oktopk.common.errors import UserError
+from oktopk.train.config.recipes import recipe
 from oktopk.train.together import gather
 from oktopk.train.trainer import Trainer
 

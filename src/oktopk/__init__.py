@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .version import version_of as _version_of
+from .common.version import version_of as _version_of
 
 if TYPE_CHECKING:
     from . import checkpoint
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
         algorithm,
         names,
     )
-    from .allreduce import SparseAllreduce
-    from .buckets import Options
+    from .core.allreduce import SparseAllreduce
+    from .core.buckets import Options
+    from .core.reducer import AllReducer
+    from .core.state import ReplicaError
+    from .core.stats import StepStats, Summary
+    from .core.transport import NonFiniteGradientError, PeerError
     from .ddp import Compression, attach, comm_hook
-    from .engine import AllReducer
     from .optimizer import DistributedOptimizer
-    from .state import ReplicaError
-    from .stats import StepStats, Summary
-    from .transport import NonFiniteGradientError, PeerError
 
 __version__ = _version_of("oktopk")
 
@@ -66,17 +66,28 @@ __all__ = [
 _HOMES = {
     "adam": "Adam AdamW",
     "algorithms": "Algorithm Dense GTopk Gaussiank OkTopk TopkA TopkDSA algorithm names",
-    "allreduce": "SparseAllreduce",
-    "buckets": "Options",
+    "core.allreduce": "SparseAllreduce",
+    "core.buckets": "Options",
     "ddp": "Compression attach comm_hook",
-    "engine": "AllReducer",
+    "core.reducer": "AllReducer",
     "optimizer": "DistributedOptimizer",
-    "state": "ReplicaError",
-    "stats": "StepStats Summary",
-    "transport": "NonFiniteGradientError PeerError",
+    "core.state": "ReplicaError",
+    "core.stats": "StepStats Summary",
+    "core.transport": "NonFiniteGradientError PeerError",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
-_MODULES = {*_HOMES, "checkpoint", "handle", "integrations", "kernels", "select", "wire"}
+_MODULES = {
+    "adam",
+    "algorithms",
+    "checkpoint",
+    "core",
+    "ddp",
+    "handle",
+    "integrations",
+    "kernels",
+    "optimizer",
+    "wire",
+}
 
 
 if not TYPE_CHECKING:  # or a name that does not exist would have a type

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .engine import AllReducer, log, reducer_of
+from .core.reducer import AllReducer, log, reducer_of
 from .kernels import for_device
 
 _REFRESH_INTERVAL = 512

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import disk, schema
-from .disk import MANIFEST
-from .engine import AllReducer, log
+from .core import disk, schema
+from .core.disk import MANIFEST
+from .core.reducer import AllReducer, log
+from .core.state import TENSORS, problem_of, redistribute, sharers, upgraded
+from .core.transport import Operation
 from .handle import Handle
-from .state import TENSORS, problem_of, redistribute, sharers, upgraded
-from .transport import Operation
 
 __all__ = ["MANIFEST", "Checkpoint", "DistributedCheckpoint", "load", "read_shared", "save"]
 

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .train import options
-from .train.errors import USER_ERROR, UserError, mistake
-from .train.place import place
-from .train.recipes import DEFAULT, RECIPES
-from .version import version_of
+from .common.errors import USER_ERROR, UserError, mistake
+from .common.version import version_of
+from .train.config import options
+from .train.config.recipes import DEFAULT, RECIPES
+from .train.launch.place import place
 
 _TRAIN = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
 mpirun or srun has started them already.
@@ -95,7 +95,7 @@ def _report(message: str) -> None:
     if here is None:
         print(message, file=sys.stderr)
         return
-    from .train import launch
+    from .train.launch import launch
 
     launch.report(message, here)
 
@@ -135,16 +135,16 @@ def _run(arguments: list[str]) -> int:
         options.add_arguments(train)
         arguments = ["train", *options.spell(arguments[1:])]
     elif command == "data":
-        from .train.data import command as data_command
+        from .workloads.speech import command as data_command
 
         data_command.add_arguments(data)
     elif command == "lab":
-        from .lab import command as lab_command
+        from .lab.network import command as lab_command
 
         lab_command.add_arguments(lab)
         arguments, for_hosts = lab_command.split(arguments)
     elif command == "bench":
-        from .lab import bench as bench_command
+        from .lab.bench import command as bench_command
 
         bench_command.add_arguments(bench)
     elif command and not command.startswith("-") and command not in commands.choices:
@@ -152,7 +152,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"unknown command {command}{close or '; `oktopk --help` lists them'}")
     parsed = parser.parse_args(arguments)
     if parsed.command == "train":
-        from .train import launch
+        from .train.launch import launch
 
         config, explicit = options.build(parsed)
         return launch.run(config, explicit)

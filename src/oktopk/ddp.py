@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .adam import advise
 from .algorithms import Algorithm
-from .buckets import Options
-from .engine import AllReducer, log
+from .core.buckets import Options
+from .core.reducer import AllReducer, log
+from .core.transport import NonFiniteGradientError
+from .core.watch import clear_skipped, watch
+from .core.worker import raised_by_all
 from .handle import Handle
-from .transport import NonFiniteGradientError
-from .watch import clear_skipped, watch
-from .worker import raised_by_all
 
 Hook = Callable[["Compression", GradBucket], Future[Tensor]]
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .algorithms import Algorithm, Dense
-from .engine import AllReducer
-from .stats import StepStats, Summary
+from .core.reducer import AllReducer
+from .core.stats import StepStats, Summary
 
 
 class Handle:

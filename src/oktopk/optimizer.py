@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from .adam import advise
 from .algorithms import Algorithm
-from .buckets import Options
-from .engine import AllReducer, log
+from .core.buckets import Options
+from .core.reducer import AllReducer, log
+from .core.transport import NonFiniteGradientError, Operation
+from .core.watch import clear_skipped, discard_if_cleared, watch
+from .core.worker import raised_by_all
 from .handle import Handle
-from .transport import NonFiniteGradientError, Operation
-from .watch import clear_skipped, discard_if_cleared, watch
-from .worker import raised_by_all
 
 _KEY = "compression"
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
+from ..core.stats import Stopwatch
+from ..core.transport import PeerError, Transport
 from ..kernels import for_device
 from ..kernels.reference import index_dtype
-from ..select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
-from ..stats import Stopwatch
-from ..transport import PeerError, Transport
-from ..wire import FORMATS, DamagedMessageError, Entries, Wire
+from ..wire.message import FORMATS, DamagedMessageError, Entries, Wire
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..select import select
+from ..core.select import select
 from .base import Algorithm, Step
 
 

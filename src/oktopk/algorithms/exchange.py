@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..select import smallest
-from ..wire import Entries, Wire, concatenate
+from ..core.select import smallest
+from ..wire.message import Entries, Wire, concatenate
 from .base import Step
 
 ROUNDS_IN_FLIGHT = 4

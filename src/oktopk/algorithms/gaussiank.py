@@ -8,8 +8,8 @@ from statistics import NormalDist
 
 import torch
 
-from ..select import keep_largest, select
-from ..wire import Entries
+from ..core.select import keep_largest, select
+from ..wire.message import Entries
 from .base import Algorithm, Step
 from .exchange import gather_sum
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..select import keep_largest
-from ..wire import Entries
+from ..core.select import keep_largest
+from ..wire.message import Entries
 from .base import Algorithm, Step
 
 

@@ -10,9 +10,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..select import TOLERANCE, Carried, aim, is_due, keep, keep_from, keep_largest, kth_largest
-from ..transport import PeerError
-from ..wire import Entries, concatenate
+from ..core.select import (
+    TOLERANCE,
+    Carried,
+    aim,
+    is_due,
+    keep,
+    keep_from,
+    keep_largest,
+    kth_largest,
+)
+from ..core.transport import PeerError
+from ..wire.message import Entries, concatenate
 from .base import Algorithm, Step
 from .exchange import balance, check_order, cut, encode_parts, gather, receive_parts, split
 

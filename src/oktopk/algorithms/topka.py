@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..select import is_due, keep_largest
-from ..wire import Entries
+from ..core.select import is_due, keep_largest
+from ..wire.message import Entries
 from .base import Algorithm, Step
 from .exchange import gather_sum
 

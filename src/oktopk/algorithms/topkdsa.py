@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..select import keep, smallest
-from ..wire import Entries, Wire, concatenate
+from ..core.select import keep, smallest
+from ..wire.message import Entries, Wire, concatenate
 from .base import Algorithm, Step
 from .exchange import Region, gather, split
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..algorithms import Algorithm
+from ..core.reducer import log
 from ..ddp import Compression, attach
-from ..engine import log
 
 
 class Attaching:

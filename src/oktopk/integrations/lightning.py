@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import checkpoint as states
 from ..algorithms import Algorithm
-from ..engine import log
+from ..core.reducer import log
 from .common import Attaching
 
 try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..stats import StepStats
+from ..core.stats import StepStats
 from .records import StepRecord
 
 PARTS = ("data", "forward", "backward", "synchronise", "update", "total")

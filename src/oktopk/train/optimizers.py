@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..adam import AdamW
-from .config import Config
+from .config.config import Config
 
 
 def make_optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from .config import Config
+from .config.config import Config
 
 
 @dataclass(frozen=True)

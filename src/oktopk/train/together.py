@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import UserError, mistake
+from ..common.errors import UserError, mistake
 
 T = TypeVar("T")
 

@@ -22,20 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import checkpoint
 from ..algorithms import Dense
+from ..common.cache import expanded
+from ..common.errors import UserError
+from ..core.stats import StepStats
+from ..core.transport import NonFiniteGradientError
 from ..ddp import attach
-from ..stats import StepStats
-from ..transport import NonFiniteGradientError
-from .config import Config
-from .data.batches import Batch
-from .data.cache import expanded
-from .errors import UserError
-from .folder import CHECKPOINT, RunFolder, latest_run, new_run_folder, previous_epochs
+from ..workloads.speech.batches import Batch
+from ..workloads.speech.workload import Speech
+from .config.config import Config
+from .console.live import View
 from .meters import PARTS, Sums, Watch, memory
 from .optimizers import learning_rate, make_optimizer
 from .records import BucketTiming, EpochRecord, Example, Observer, Outcome, Plan, StepRecord
-from .speech import Speech
+from .run_folder import CHECKPOINT, RunFolder, latest_run, new_run_folder, previous_epochs
 from .together import attempt, average_buffers, gather, mean
-from .view import View
 
 
 class Trainer:

@@ -1,0 +1,1 @@
+"""Common ground: errors, formats, files, values and facts about the host."""

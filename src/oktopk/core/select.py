@@ -1,0 +1,221 @@
+"""Which entries are large enough: exact thresholds, and thresholds carried from step to step.
+
+A threshold of infinity selects nothing (there is none yet); a threshold of 0 selects whatever
+is not zero. Zeros are never selected: to send one changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import for_device
+from ..wire.message import Entries
+
+TOLERANCE = 0.1
+"""Share of k by which a step may fall short before the threshold is evaluated anew at once."""
+AIM = 1.2
+"""A carried threshold aims at AIM * k candidates. Too many are cheap: the k largest are among
+them, so the exact ones are picked from a short list. Too few cost another pass."""
+_SHORT = 0.05
+"""Exponent that lowers a threshold which selected fewer than it aimed at."""
+_TREND = 0.7
+"""Weight of the newest observation in a threshold's trend."""
+TREND_LIMIT = 0.5
+"""Largest trend, either way."""
+
+_LEADING_BITS = 13
+"""Exponent and five more: bins of a 32nd of an octave, few enough for the nearest cache."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A threshold carried from step to step, and the trend that it follows.
+
+    With error feedback most values wait just below the threshold, so a threshold that is 2 %
+    off can select 50 % too many; and it moves, as residuals and gradients grow and shrink. A
+    forecast with a trend (Holt's) follows it; benchmarks/thresholds.py compares.
+    """
+
+    value: float = math.inf
+    """Threshold to try in the next step."""
+    trend: float = 0.0
+    """Expected change per step, as a logarithm."""
+
+    def after(self, right: float) -> Carried:
+        """The forecast after a step for which `right` would have been the right threshold."""
+        if not 0 < right < math.inf or not 0 < self.value < math.inf:
+            return Carried(right)
+        surprise = _limited(math.log(right) - math.log(self.value))
+        trend = _limited(self.trend + _TREND * surprise)
+        return Carried(right * math.exp(trend), trend)
+
+
+def _limited(change: float) -> float:
+    """One leap must not lead the forecast astray for long."""
+    return max(-TREND_LIMIT, min(TREND_LIMIT, change))
+
+
+def aim(k: int, numel: int) -> int:
+    """The number of candidates to look for."""
+    return min(numel, math.ceil(AIM * k))
+
+
+def keep_from(
+    candidates: Entries, threshold: float, k: int, wanted: int
+) -> tuple[Entries, float, float]:
+    """The k largest of all entries that reach a threshold, and what to learn from them.
+
+    Returns:
+        The entries: all candidates if they are not more than k.
+        A magnitude that they all reach, and no candidate left out exceeds.
+        The threshold that would have selected about `wanted` candidates.
+    """
+    count = len(candidates)
+    right = threshold * float((max(1, count) / wanted) ** _SHORT)
+    if count <= k:
+        if count >= wanted:
+            right, _ = kth_largest(candidates.values, wanted)
+        return candidates, threshold, right
+    leading = _Leading(candidates.values)
+    if count >= wanted:
+        right = leading.about(wanted)
+    threshold, ties = leading.kth_largest(k)
+    return keep(candidates, threshold, ties), threshold, right
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest positive number of a type: as a threshold it selects all but zeros."""
+    return _from_bits(1, dtype)
+
+
+def select(dense: Tensor, threshold: float) -> Entries:
+    """The entries with |value| >= threshold, except zeros."""
+    threshold = max(threshold, smallest(dense.dtype))
+    return Entries(*for_device(dense.device).select(dense, threshold))
+
+
+def keep(entries: Entries, threshold: float, ties: int) -> Entries:
+    """The entries above the threshold, and the first `ties` of those that equal it."""
+    kernels = for_device(entries.values.device)
+    return Entries(*kernels.keep(entries.indices, entries.values, threshold, ties))
+
+
+def keep_largest(entries: Entries, k: int) -> tuple[Entries, float]:
+    """The k largest entries (equal ones by index), and the magnitude of the smallest of them."""
+    threshold, ties = kth_largest(entries.values, k)
+    return keep(entries, threshold, ties), threshold
+
+
+def kth_largest(
+    values: Tensor,
+    k: int,
+    digit_bits: int = 0,
+    sum_counts: Callable[[Tensor], None] | None = None,
+) -> tuple[float, int]:
+    """The exact k-th largest magnitude, by histograms of one digit after the other.
+
+    1. Count how often each value of the leading digit occurs.
+    2. From the top, find the digit in whose bin the k-th largest lies; what is above the bin
+       is certainly among the k.
+    3. Go on with the next digit, inside that bin, until none is left.
+
+    Args:
+        values: any number of values, in any order.
+        k: at least 1.
+        digit_bits: bits of a digit; there are 2**digit_bits bins. 0 is for values of this rank
+            alone: a long digit first, which leaves few values for the others.
+        sum_counts: sums a tensor of counts over ranks, in place. Then the values of all ranks
+            count as one list, and only counts travel.
+
+    Returns:
+        The magnitude, and how many of the values that equal it belong to the k largest.
+        (0.0, 0) if there are fewer than k values that are not zero.
+    """
+    return _Leading(values, digit_bits, sum_counts).kth_largest(k)
+
+
+class _Leading:
+    """The histogram of the leading digit, in which more than one magnitude can be looked for."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        digit_bits: int = 0,
+        sum_counts: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        self._values, self._sum_counts = values, sum_counts
+        first, others = (digit_bits, digit_bits) if digit_bits else (_LEADING_BITS, 9)
+        self._digits = list(_digits(values.dtype, first, others))
+        self._counts = self._count(0, *self._digits[0])
+
+    def kth_largest(self, k: int) -> tuple[float, int]:
+        """See the function of this name."""
+        counts, prefix, remaining = self._counts, 0, k
+        for number, (shift, bits) in enumerate(self._digits):
+            if number:
+                counts = self._count(prefix, shift, bits)
+            found = _find(counts, remaining)
+            if found is None:
+                return 0.0, 0
+            digit, above, _ = found
+            prefix, remaining = (prefix << bits) | digit, remaining - above
+        if prefix == 0:
+            return 0.0, 0
+        return _from_bits(prefix, self._values.dtype), remaining
+
+    def about(self, k: int) -> float:
+        """The k-th largest magnitude, if those of one leading digit are evenly spread."""
+        found = _find(self._counts, k)
+        if found is None:
+            return 0.0
+        digit, above, inside = found
+        shift, _ = self._digits[0]
+        offset = (1 << shift) * (inside - (k - above)) // inside
+        return _from_bits((digit << shift) + offset, self._values.dtype)
+
+    def _count(self, prefix: int, shift: int, bits: int) -> Tensor:
+        histogram = for_device(self._values.device).histogram
+        counts = histogram(self._values, prefix, shift, bits)
+        if self._sum_counts is not None:
+            self._sum_counts(counts)
+        return counts
+
+
+def _find(counts: Tensor, k: int) -> tuple[int, int, int] | None:
+    """The bin that the k-th is in, from the top; how many are above it, and in it."""
+    from_top = counts.flip(0).cumsum(0)
+    bins_above = int((from_top < k).sum())
+    if bins_above == from_top.numel():
+        return None
+    above = int(from_top[bins_above - 1]) if bins_above else 0
+    return from_top.numel() - 1 - bins_above, above, int(from_top[bins_above]) - above
+
+
+def is_due(sparse_steps: int, interval: int) -> bool:
+    """Whether something done every `interval` sparse steps is due.
+
+    Residuals start at zero and grow at first, so what was measured then goes stale at once:
+    in the first interval it is done at steps 0, 1, 2, 4, 8 ... too.
+    """
+    settling = sparse_steps < interval and sparse_steps & (sparse_steps - 1) == 0
+    return settling or sparse_steps % interval == 0
+
+
+def _digits(dtype: torch.dtype, first: int, others: int) -> Iterator[tuple[int, int]]:
+    """(shift, bits) of each digit of a magnitude, the leading one first."""
+    high, bits = dtype.itemsize * 8 - 1, first
+    while high > 0:
+        bits = min(bits, high)
+        high -= bits
+        yield high, bits
+        bits = others
+
+
+def _from_bits(bits: int, dtype: torch.dtype) -> float:
+    integers = torch.int32 if dtype == torch.float32 else torch.int64
+    return float(torch.tensor(bits, dtype=integers, device="cpu").view(dtype))

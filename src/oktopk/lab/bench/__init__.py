@@ -1,0 +1,1 @@
+"""Races between ways to average gradients."""

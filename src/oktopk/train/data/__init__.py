@@ -1,1 +1,0 @@
-"""Corpora of speech: recordings, lists of them, and where they come from."""

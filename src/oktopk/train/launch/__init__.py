@@ -1,0 +1,1 @@
+"""How workers start, and where each of them is."""

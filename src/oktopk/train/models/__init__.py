@@ -1,1 +1,0 @@
-"""Models, one file each."""

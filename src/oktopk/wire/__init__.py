@@ -1,0 +1,1 @@
+"""Entries of a sparse vector, and the bytes they travel as."""

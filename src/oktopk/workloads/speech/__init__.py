@@ -1,0 +1,1 @@
+"""LSTM speech recognition: corpora, features, model, loss and error rates."""
