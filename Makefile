@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: help train env test check format bench clean
+.PHONY: help train env quick test check format docs dist-check bench clean
 
 help:             ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 train: $(READY)   ## train the default recipe with 2 workers; make train ARGS="an4 --density 0.01"
 	$(BIN)/oktopk train $(ARGS)
@@ -27,6 +27,9 @@ $(DEV): $(READY) requirements-dev.lock
 	$(PIP) --requirement requirements-dev.lock
 	touch $@
 
+quick: $(DEV)     ## some tests of every layer, in 90 seconds
+	$(BIN)/python -m pytest -m quick --hypothesis-profile quick $(ARGS)
+
 test: $(DEV)      ## all tests; make test ARGS="--exhaustive -k oktopk" passes options to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
@@ -38,6 +41,12 @@ check: $(DEV)     ## lint, format, types
 format: $(DEV)    ## put the code into its standard form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DEV)      ## the documentation as a site in build/site; dead links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+dist-check: $(DEV)  ## wheel and source distribution; install them and run the quick tests there
+	.ci/dist-check $(BIN)/python
 
 bench: $(DEV)     ## kernels, all algorithms on 4 ranks, training steps; about seven minutes
 	$(BIN)/python benchmarks/kernels.py

@@ -19,28 +19,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
-import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 import oktopk
-from common import density, heavy_tailed, join_group, positive, progress, slowest_ms, table
+from common import on_ranks, parser_for, progress, slowest_ms, table
+from oktopk.common.flags import positive, share
+from oktopk.common.host import cores
 from oktopk.core.stats import STAGES
+from oktopk.lab.bench.raw import drift, heavy_tailed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--numel", type=positive, default=27_569_568, help="elements (27,569,568)")
-    parser.add_argument("--density", type=density, default=0.02, help="share that is sent (0.02)")
+    parser.add_argument("--density", type=share, default=0.02, help="share that is sent (0.02)")
     parser.add_argument("--ranks", type=positive, default=4, help="number of local ranks, P (4)")
     parser.add_argument("--steps", type=positive, default=16, help="steps that are measured (16)")
     parser.add_argument("--skip", type=positive, default=10, help="steps before, unmeasured (10)")
@@ -56,23 +53,19 @@ def main() -> None:
             oktopk.algorithm(name, density=args.density)
     except ValueError as error:
         parser.error(str(error))
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, args=(args, folder), nprocs=args.ranks)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.ranks, measure, args, threads=args.threads)
     if args.json:
         print(json.dumps({"arguments": vars(args), "rows": rows}))
         return
     k = max(1, round(args.density * args.numel))
     print(
         f"n = {args.numel:,}, k = {k:,}, P = {args.ranks}, {args.steps} steps after {args.skip}, "
-        f"{args.threads} thread(s) a rank, {os.cpu_count()} cores, float32"
+        f"{args.threads} thread(s) a rank, {len(cores())} cores, float32"
     )
     print(table(rows))
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    join_group(folder, rank, args.ranks, args.threads)
+def measure(rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     noise = [heavy_tailed(args.numel, seed=4 * rank + j) for j in range(2)]
     gradient = torch.empty(args.numel)
     records: dict[str, list[oktopk.StepStats]] = {}
@@ -85,30 +78,18 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
         records[name], times[name], raw[name] = [], [], []
         for step in range(args.skip + args.steps):
             progress(rank, f"{name}: step {step + 1} of {args.skip + args.steps}")
-            drifting(noise, step, out=gradient)
+            drift(noise, step, out=gradient)
             sparse_ms = slowest_ms(partial(reduce, gradient, out=gradient))
-            drifting(noise, step, out=gradient)
+            drift(noise, step, out=gradient)
             raw_ms = slowest_ms(partial(dist.all_reduce, gradient))
             if step >= args.skip:
                 assert reduce.last is not None
                 records[name].append(reduce.last)
                 times[name].append(sparse_ms)
                 raw[name].append(raw_ms)
-    progress(rank, "")
     rows = [baseline([ms for each in raw.values() for ms in each], args)]
     rows += [summary(name, times[name], raw[name], records[name], args) for name in args.algorithms]
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
-
-
-def drifting(noise: list[torch.Tensor], step: int, out: torch.Tensor) -> None:
-    """Mixes two heavy-tailed tensors, rolled by the step, with a scale that rises and falls."""
-    scale, shift = math.exp(math.sin(step / 6)), (step * 104_729) % out.numel()
-    out[shift:].copy_(noise[0][: out.numel() - shift])
-    out[:shift].copy_(noise[0][out.numel() - shift :])
-    out.add_(noise[1], alpha=0.5).mul_(scale)
+    return rows
 
 
 def baseline(raw: list[float], args: argparse.Namespace) -> dict[str, Any]:

@@ -18,17 +18,15 @@ columns
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from common import join_group, positive, table
+from common import on_ranks, parser_for, table
+from oktopk.common.flags import positive
 
 ROWS = ("dense", "keep", "discard")
 LATENT = 64
@@ -60,8 +58,8 @@ def images(path: Path) -> Tensor:
     return raw.view(-1, 3073)[:4000, 1:].reshape(-1, 3, 32, 32).float() / 127.5 - 1
 
 
-def train(rank: int, folder: str, row: str, seed: int, steps: int, path: Path) -> None:
-    join_group(folder, rank, 2, threads=1)
+def train(rank: int, row: str, seed: int, steps: int, path: Path) -> float:
+    """The loss at the end."""
     torch.manual_seed(seed)
     data, random = images(path), torch.Generator().manual_seed(10 * seed + rank)
     judge, artist = DDP(discriminator()), DDP(generator())
@@ -91,14 +89,11 @@ def train(rank: int, folder: str, row: str, seed: int, steps: int, path: Path) -
         loss(pictures, 1.0).backward()  # through the discriminator, whose gradients nobody wants
         optimizers[1].step()
         losses.append(of_real.item() + of_fake.item())
-    if rank == 0:
-        Path(folder, "loss").write_text(str(sum(losses[steps // 2 :]) / (steps - steps // 2)))
+    return sum(losses[steps // 2 :]) / (steps - steps // 2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--images", type=Path, required=True, help="data_batch_1.bin of CIFAR-10")
     parser.add_argument("--steps", type=positive, default=400)
     parser.add_argument("--seeds", type=positive, default=3)
@@ -108,9 +103,8 @@ def main() -> None:
     rows: list[dict[str, str | float]] = [{"": row} for row in ROWS]
     for seed in range(1, options.seeds + 1):
         for line in rows:
-            with tempfile.TemporaryDirectory() as folder:
-                spawn(train, (folder, line[""], seed, options.steps, options.images), nprocs=2)
-                line[f"seed {seed}"] = float(Path(folder, "loss").read_text())
+            done = on_ranks(2, train, line[""], seed, options.steps, options.images)
+            line[f"seed {seed}"] = done
     print(table(rows))
 
 

@@ -11,9 +11,11 @@ import json
 
 import torch
 
-from common import density, heavy_tailed, median_ms, positive, table
+from common import median_ms, table
+from oktopk.common.flags import positive, share
 from oktopk.core.select import kth_largest
 from oktopk.kernels import for_device
+from oktopk.lab.bench.raw import heavy_tailed
 
 
 def main() -> None:
@@ -23,7 +25,7 @@ def main() -> None:
     parser.add_argument(
         "--numel", type=positive, default=27_569_568, help="elements of the gradient"
     )
-    parser.add_argument("--density", type=density, default=0.02, help="share that is selected")
+    parser.add_argument("--density", type=share, default=0.02, help="share that is selected")
     parser.add_argument(
         "--threads", type=positive, default=torch.get_num_threads(), help="threads to use"
     )

@@ -31,33 +31,28 @@ variants
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import sysconfig
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 import oktopk.adam
-from common import join_group, positive, progress, table
+from common import add_text_arguments, on_ranks, parser_for, progress, read_text, table
+from oktopk.core.moments import SecondMoments
 
 CONTEXT, WIDTH, BATCH = 24, 384, 96
 LR, BETAS, CLIP = 3e-3, (0.9, 0.98), 0.3
 NOTE_CLIPPING = oktopk.adam._note_clipping
 
 
-def ignore_clipping(reducer: oktopk.AllReducer, named: Mapping[str, Tensor]) -> None:
+def ignore_clipping(moments: SecondMoments, named: Mapping[str, Tensor]) -> None:
     """Instead of taking clipping into account."""
 
 
@@ -78,8 +73,8 @@ class Variant:
     """Momentum before compression."""
     wire: str = "int8"
     """How entries travel."""
-    capacity: float | None = 1.15
-    """Room of messages of fixed size."""
+    variable: bool = False
+    """Messages of variable size."""
 
 
 VARIANTS = {
@@ -97,8 +92,8 @@ VARIANTS = {
     "local": Variant(refresh=256, local=True),
     "plain": Variant(refresh=256, wire="plain"),
     "bfloat16": Variant(refresh=256, wire="bfloat16"),
-    "sizes": Variant(refresh=256, capacity=None),
-    "plain sizes": Variant(refresh=256, capacity=None, wire="plain"),
+    "sizes": Variant(refresh=256, variable=True),
+    "plain sizes": Variant(refresh=256, variable=True, wire="plain"),
     "warm 2": Variant(warmup=2),
     "warm 5": Variant(warmup=5),
     "warm 25": Variant(warmup=25),
@@ -111,31 +106,17 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--text", type=Path, help="file to learn from (Python's own library)")
-    parser.add_argument("--steps", type=positive, default=500, help="of each run (500)")
-    parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="(1)")
-    parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT"
-    )
+    parser = parser_for(__doc__)
+    add_text_arguments(parser, VARIANTS, steps=500, seeds=[1])
     args = parser.parse_args()
-    if args.text is not None and not args.text.is_file():
-        parser.error(f"--text {args.text}: there is no such file")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, args=(args, folder), nprocs=args.ranks)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.ranks, compare, args)
     parameters = sum(p.numel() for p in Writer().parameters())
     print(f"{parameters:,} parameters, {args.steps} steps, P = {args.ranks}, seeds {args.seeds}")
     print(table(rows))
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    join_group(folder, rank, args.ranks, threads=1)
-    text = read(args.text)
+def compare(rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    text = torch.frombuffer(bytearray(read_text(args.text)), dtype=torch.uint8)
     rows = []
     for name in args.variants:
         runs = []
@@ -152,20 +133,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
                 "kB sent": fmean(run["sent"] for run in runs) / 1000,
             }
         )
-    progress(rank, "")
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
-
-
-def read(path: Path | None) -> Tensor:
-    if path is not None:
-        content = path.read_bytes()
-    else:
-        library = Path(sysconfig.get_path("stdlib"))
-        content = b"".join(file.read_bytes() for file in sorted(library.glob("*.py")))
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return rows
 
 
 class Writer(nn.Module):
@@ -189,9 +157,8 @@ def learn(variant: Variant, text: Tensor, steps: int, seed: int) -> dict[str, fl
     """One run; the same result on all ranks."""
     torch.manual_seed(seed)
     model = DDP(Writer())
-    algorithm: oktopk.Algorithm = oktopk.OkTopk(
-        variant.density, variant.warmup, wire=variant.wire, capacity=variant.capacity
-    )
+    make = oktopk.OkTopkVariable if variant.variable else oktopk.OkTopk
+    algorithm: oktopk.Algorithm = make(variant.density, variant.warmup, wire=variant.wire)
     if variant.density == 1:
         algorithm = oktopk.Dense()
     beta1, momentum = (0.0, BETAS[0]) if variant.local else (variant.torch_beta1, 0.0)

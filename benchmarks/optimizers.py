@@ -38,9 +38,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from common import positive, table
+from common import parser_for, table
 from oktopk.common.errors import UserError
-from oktopk.train.run_folder import METRICS, read_metrics
+from oktopk.common.flags import positive
+from oktopk.common.format import NOTHING
+from oktopk.train.metrics_file import METRICS, read_metrics
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ VARIANTS = {
         "#009E73",
     ),
 }
-NOTHING = "-"
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,7 @@ Runs = dict[str, dict[int, Run]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument(
         "--data-dir", metavar="DIR", help="folder of the corpus (one in the user's cache)"
     )
@@ -252,10 +251,7 @@ def row(name: str, runs: Runs, seeds: list[int]) -> dict[str, str]:
     )
     cells["loss"] = f"{fmean(run.loss[max(run.loss)] for run in runs[name].values()):.2f}"
     cells["kB sent"] = f"{fmean(sent) / 1000:,.0f}" if sent else NOTHING
-    # `table` puts text to the left; these are numbers.
-    return {"variant": VARIANTS[name].label} | {
-        column.rjust(6): text.rjust(max(6, len(column))) for column, text in cells.items()
-    }
+    return {"variant": VARIANTS[name].label} | cells
 
 
 def final_wers(runs: dict[int, Run]) -> dict[int, float]:

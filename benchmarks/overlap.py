@@ -20,53 +20,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
-from common import density, join_group, positive, progress, slowest_ms, table
+from common import on_ranks, parser_for, progress, slowest_ms, table
+from oktopk.common.flags import positive, share
+from oktopk.common.host import cores
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--width", type=positive, default=1448, help="of a layer (1448)")
     parser.add_argument("--depth", type=positive, default=6, help="number of layers (6)")
     parser.add_argument("--batch", type=positive, default=128, help="samples of a rank (128)")
-    parser.add_argument("--density", type=density, default=0.02, help="share that is sent (0.02)")
+    parser.add_argument("--density", type=share, default=0.02, help="share that is sent (0.02)")
     parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
     parser.add_argument("--steps", type=positive, default=20, help="steps that are measured (20)")
     parser.add_argument("--skip", type=positive, default=40, help="steps before, unmeasured (40)")
     parser.add_argument("--bucket-mb", type=float, default=25.0, help="size of a bucket (25)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     args = parser.parse_args()
-    results = {}
-    for size in dict.fromkeys((1, args.ranks)):
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(rank_main, args=(args, size, folder), nprocs=size)
-            with open(os.path.join(folder, "rows.json")) as file:
-                results[size] = json.load(file)
+    results = {size: on_ranks(size, measure, args, size) for size in dict.fromkeys((1, args.ranks))}
     if args.json:
         print(json.dumps({"arguments": vars(args), "rows": results}))
         return
     parameters = args.depth * (args.width + 1) * args.width
     print(f"{parameters:,} parameters, batch {args.batch}, {args.steps} steps, 1 thread a rank")
     for size, rows in results.items():
-        print(f"\nP = {size}, {os.cpu_count()} cores\n{table(rows)}")
+        print(f"\nP = {size}, {len(cores())} cores\n{table(rows)}")
 
 
-def rank_main(rank: int, args: argparse.Namespace, size: int, folder: str) -> None:
-    join_group(folder, rank, size, threads=1)
+def measure(rank: int, args: argparse.Namespace, size: int) -> list[dict[str, Any]]:
     sparse = oktopk.OkTopk(density=args.density)
     contenders = {
         "ddp": Contender(args, None),
@@ -84,7 +74,6 @@ def rank_main(rank: int, args: argparse.Namespace, size: int, folder: str) -> No
                 contender.start_counting()
             elif step >= args.skip:
                 times[name].append(ms)
-    progress(rank, "")
     plain = statistics.median(times["ddp"])
     rows = []
     for name, contender in contenders.items():
@@ -96,10 +85,7 @@ def rank_main(rank: int, args: argparse.Namespace, size: int, folder: str) -> No
             "/ ddp": ms / plain,
         }
         rows.append(row | contender.communication(args.steps))
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 class Contender:

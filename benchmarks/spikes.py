@@ -23,59 +23,40 @@ variants
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import sysconfig
-import tempfile
 from collections import Counter
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import oktopk
 import oktopk.adam
-from common import density, join_group, positive, progress, table
+from common import add_text_arguments, on_ranks, parser_for, progress, read_text, table
+from oktopk.common.flags import positive, share
 
 WORDS, LENGTH, BATCH = 4096, 64, 8
 VARIANTS = ("dense", "torch", "adamw", "unbounded")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--text", type=Path, help="file to learn from (Python's own library)")
-    parser.add_argument("--steps", type=positive, default=120, help="of each run (120)")
+    parser = parser_for(__doc__)
+    add_text_arguments(parser, VARIANTS, steps=120, seeds=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--warmup", type=positive, default=30, help="dense steps (30)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (0.001)")
-    parser.add_argument("--density", type=density, default=0.02, help="(0.02)")
-    parser.add_argument("--ranks", type=positive, default=2, help="number of local ranks, P (2)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6], metavar="N")
-    parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT"
-    )
+    parser.add_argument("--density", type=share, default=0.02, help="(0.02)")
     args = parser.parse_args()
-    if args.text is not None and not args.text.is_file():
-        parser.error(f"--text {args.text}: there is no such file")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(rank_main, args=(args, folder), nprocs=args.ranks)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.ranks, compare, args)
     parameters = sum(p.numel() for p in gpt().parameters())
     print(f"{parameters:,} parameters, {args.steps} steps, P = {args.ranks}, lr {args.lr}")
     print(table(rows))
 
 
-def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
-    join_group(folder, rank, args.ranks, threads=1)
-    text = numbered(args.text)
+def compare(rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    text = numbered(read_text(args.text).decode(errors="replace"))
     rows = []
     for variant in args.variants:
         row: dict[str, Any] = {"variant": variant}
@@ -87,18 +68,12 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
         row["mean"] = f"{fmean(loss for loss, _ in runs):.3f}"
         row["worst"] = f"{max(worst for _, worst in runs):.2f}"
         rows.append(row)
-    progress(rank, "")
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
-def numbered(path: Path | None) -> Tensor:
+def numbered(text: str) -> Tensor:
     """The words of a text as numbers; rare ones are 0."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if path is None else [path]
-    words = " ".join(file.read_text(errors="replace") for file in files).replace("\n", " \n ")
-    found = [word for word in words.split(" ") if word]
+    found = [word for word in text.replace("\n", " \n ").split(" ") if word]
     common = Counter(found).most_common(WORDS - 1)
     numbers = {word: number for number, (word, _) in enumerate(common, 1)}
     return torch.tensor([numbers.get(word, 0) for word in found])

@@ -20,16 +20,17 @@ gradients
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from common import density, heavy_tailed, positive, table
-from oktopk.algorithms.oktopk import MANY
+from common import parser_for, table
+from oktopk.algorithms.oktopk_variable import MANY
+from oktopk.common.flags import positive, share
 from oktopk.core.select import TOLERANCE, Carried, aim, is_due, keep_from, kth_largest, select
+from oktopk.lab.bench.raw import heavy_tailed
 
 Gradients = Callable[[int, int, Tensor, Tensor], Tensor]
 """(step, numel, fresh noise, noise that stays the same) -> gradient"""
@@ -113,11 +114,9 @@ def simulate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_for(__doc__)
     parser.add_argument("--numel", type=positive, default=100_000, help="elements (100,000)")
-    parser.add_argument("--density", type=density, default=0.02, help="share to select (0.02)")
+    parser.add_argument("--density", type=share, default=0.02, help="share to select (0.02)")
     parser.add_argument("--ranks", type=positive, default=4, help="simulated ranks (4)")
     parser.add_argument("--steps", type=positive, default=100, help="steps after 40 first (100)")
     args = parser.parse_args()
@@ -129,7 +128,7 @@ def main() -> None:
         for rule in ("reuse", "corrected", "forecast")
     ]
     print(f"n = {args.numel:,}, k = {k:,}, P = {args.ranks}, {args.steps} steps after 40")
-    print(table(rows))
+    print(table(rows, left=2))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Importing this loads compiled kernels, so that processes forked later have them; see warm.py."""
+"""Importing this module loads the compiled kernels. Processes forked later have them: launch.py."""
 
 from __future__ import annotations
 

@@ -1,15 +1,28 @@
-"""Scripts run as users run them: in processes of their own, with torchrun or alone."""
+"""Processes for tests: the real torchrun, and a fork server whose children start at once.
+
+Importing torch takes seconds. `Warm` starts one process that imports everything once and then
+forks children. Each child runs a script like `python script arguments` would. The same file is
+the program of the server:
+
+    python tests/launch.py MODULE ...
+
+The server reads commands as lines of JSON and answers each with a line of JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +31,10 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def torchrun(script: Path, *args: object, processes: int = 2, timeout: float = 120.0) -> str:
-    """What a script prints on several ranks, in the end; fails if the script does."""
+    """Run a script with the real torchrun. Return its output; fail if the script fails."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [*launcher, str(script), *map(str, args)]
-    # Not pipes: ranks that outlive the launcher would hold them open, and one would wait for ever.
+    # Files, not pipes: a rank that outlives the launcher would hold a pipe open for ever.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -55,12 +68,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Warm:
-    """Scripts in processes of their own, forked from one that has imported torch already."""
+    """A fork server that has imported `modules`; `torchrun`, `alone` and `start` fork from it."""
 
     def __init__(self, *modules: str) -> None:
-        program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("warm.py"))]
         self._process = subprocess.Popen(
-            [*program, *modules],
+            [sys.executable, "-W", "ignore", __file__, *modules],
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # as torchrun does
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -79,7 +91,7 @@ class Warm:
     def torchrun(
         self, script: Path, *args: object, processes: int = 2, timeout: float = 120.0
     ) -> str:
-        """The same as `torchrun`, by what it tells its ranks."""
+        """Like the function `torchrun`: set the variables that torchrun sets for its ranks."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -96,7 +108,7 @@ class Warm:
         return self._output(script, args, each, timeout)
 
     def alone(self, script: Path, *args: object, timeout: float = 120.0) -> str:
-        """The same in a single process that knows nothing of ranks."""
+        """Run a script in one process, without ranks. Return its output."""
         return self._output(script, args, [{}], timeout)
 
     def _output(
@@ -125,7 +137,7 @@ class Warm:
         environ: Mapping[str, str] | None = None,
         folder: Path = Path(),
     ) -> int:
-        """The number of a process, whose output is appended to files."""
+        """Start a script and return its process id. The script appends its output to files."""
         child = self._ask(
             script=str(script),
             args=list(map(str, args)),
@@ -137,7 +149,10 @@ class Warm:
         return int(child)
 
     def wait(self, *children: int, timeout: float = 120.0) -> list[int | None]:
-        """Exit codes, when all have ended, or one has failed, or it is late: others are killed."""
+        """Wait until all have ended, one has failed, or it is late. Kill those that still run.
+
+        Returns their exit codes; None means killed here.
+        """
         codes: list[int | None] = self._ask(wait=children, seconds=timeout)
         late = [child for child, code in zip(children, codes, strict=True) if code is None]
         for child in late:
@@ -151,3 +166,63 @@ class Warm:
         assert self._process.stdout is not None
         print(json.dumps(command), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
+
+
+def _serve() -> dict[str, Any] | None:
+    """Follow commands until there are no more. In a child, return the command to run.
+
+    The child leaves the loop and ends like any program, with all that Python does at the end.
+    """
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "wait" in command:
+            answer: Any = _codes(command["wait"], command["seconds"])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return dict(command)
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def _codes(children: list[int], seconds: float) -> list[int | None]:
+    """Exit codes, once all have ended or one has failed; None for those that still run."""
+    codes: dict[int, int | None] = dict.fromkeys(children)
+    until = time.monotonic() + seconds
+    while True:
+        for child in [child for child, code in codes.items() if code is None]:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        if all(code == 0 for code in codes.values()) or any(codes.values()):
+            return list(codes.values())
+        if time.monotonic() > until:
+            return list(codes.values())
+        time.sleep(0.02)
+
+
+def _become(
+    script: str, args: list[str], environ: dict[str, str], folder: str, out: str, err: str
+) -> None:
+    """Run a script like `python script args`, in a session of its own."""
+    os.setsid()
+    os.chdir(folder)
+    for number, path in enumerate((os.devnull, out, err)):
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):  # the script that needs it will say so
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # children need not look through what was imported
+    if command := _serve():
+        _become(**command)

@@ -22,8 +22,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import oktopk
 from models import SMALL, attached, batch, loss_of, net, parameters, run
 from oktopk import adam
-from oktopk.core.state import redistribute, upgraded
-from oktopk.kernels import reference
+from oktopk.core.moments import SecondMoments
+from oktopk.core.state import redistribute
+from oktopk.core.upgrade import upgraded
+from oktopk.kernels.reference import optimizer as reference
+from old_states import old_model
 from ranks import Rank, Ranks
 
 WARMUP, INTERVAL = 4, 3
@@ -537,6 +540,11 @@ def test_a_wrong_interval_is_said(interval: Any) -> None:
         oktopk.AdamW(net().parameters(), refresh_interval=interval)
 
 
+def moments_of(alone: Alone) -> SecondMoments:
+    assert alone.reducer.moments is not None
+    return alone.reducer.moments
+
+
 class Alone:
     """A model, its optimizer and a loop, on one rank without torch.distributed."""
 
@@ -607,13 +615,20 @@ def test_torchs_adamw_goes_on_with_our_state_and_we_with_its() -> None:
     assert torch.equal(again.moment(there), alone.moment(weight))
 
 
-def test_a_state_of_format_1_is_read() -> None:
-    alone = Alone(net())
-    alone.run(WARMUP + 2)
-    state = alone.optimizer.reducer.state_dict()
-    old = {k: v for k, v in state.items() if k not in ("squares", "moments", "notes")}
-    alone.optimizer.reducer.load_state_dict(old | {"format": 1})
-    redistributed = redistribute([upgraded(old | {"format": 1})], 1, 2)
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_state_of_an_earlier_version_is_read(form: int) -> None:
+    alone, other = Alone(net()), Alone(net())
+    alone.run(WARMUP + 2 + INTERVAL)
+    state = alone.reducer.state_dict()
+    old = old_model(state, form)
+    other.reducer.load_state_dict(old)
+    now = other.reducer.state_dict()
+    assert now["buckets"] == state["buckets"]
+    assert now["algorithm"] == state["algorithm"]
+    assert (now["moments"] == state["moments"]) == (form == 2)
+    old = old_model(state, 1)
+    alone.optimizer.reducer.load_state_dict(old)
+    redistributed = redistribute([upgraded(old)], 1, 2)
     assert redistributed["squares"] == {}
     alone.run(INTERVAL)
 
@@ -650,7 +665,7 @@ def test_two_optimizers_must_have_the_same_interval() -> None:
 def test_close_lets_go_of_sums() -> None:
     alone = Alone(net())
     alone.run(WARMUP + 2)
-    sums = weakref.ref(alone.optimizer.reducer._moments)
+    sums = weakref.ref(moments_of(alone)._sums)
     assert sums() is not None
     alone.optimizer.close()
     alone.optimizer.reducer._worker.run(lambda: None)
@@ -729,7 +744,7 @@ def test_without_a_second_moment_of_its_own_a_step_is_torchs(case: str) -> None:
     if case == "group":  # the others go on as before
         alone.backward()
         assert not by_torch(optimizer, rest)
-        assert alone.reducer.square_interval == INTERVAL
+        assert moments_of(alone).interval == INTERVAL
 
 
 def test_a_second_moment_of_other_steps_is_known() -> None:
@@ -752,13 +767,13 @@ def test_dense_steps_make_a_second_moment_known() -> None:
     alone.run(3)
     alone.backward()
     assert by_torch(alone.inner, [weight])
-    alone.optimizer.algorithm = oktopk.Dense()
+    alone.optimizer.set_algorithm(oktopk.Dense())
     alone.run(2)
-    alone.optimizer.algorithm = bare
+    alone.optimizer.set_algorithm(bare)
     alone.backward()
     assert not by_torch(alone.inner, [weight])
     alone.run(2 * INTERVAL)
-    assert alone.reducer.square_totals
+    assert moments_of(alone).totals
 
 
 def test_a_sudden_large_gradient_does_no_harm() -> None:

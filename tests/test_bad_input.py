@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oktopk
 from gradients import drifting_on
+from launch import Warm
 from ranks import Rank, Ranks
 
 NAMES = oktopk.names()
@@ -36,8 +37,7 @@ def test_bad_density(density: Any) -> None:
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"warmup_steps": 1.5}, "warmup_steps is 1.5"),
         ({"threshold_interval": 0}, "threshold_interval is 0"),
-        ({"region_interval": 0}, "region_interval is 0"),
-        ({"balance_trigger": 0.5}, "balance_trigger is 0.5"),
+        ({"capacity": None}, "capacity is None.*OkTopkVariable"),
         ({"capacity": 0.5}, "capacity is 0.5"),
         ({"capacity": float("inf")}, "capacity is inf"),
         ({"capacity": "much"}, "capacity is 'much'"),
@@ -47,6 +47,18 @@ def test_bad_density(density: Any) -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         oktopk.OkTopk(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"region_interval": 0}, "region_interval is 0"),
+        ({"balance_trigger": 0.5}, "balance_trigger is 0.5"),
+    ],
+)
+def test_bad_options_of_variable_sizes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        oktopk.OkTopkVariable(**options)
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("nan")])
@@ -282,9 +294,9 @@ def without_peer(rank: Rank, reduce: oktopk.SparseAllreduce) -> tuple[str, float
     raise AssertionError("the lost rank went unnoticed")
 
 
-def test_a_lost_peer_is_an_error_within_the_timeout() -> None:
+def test_a_lost_peer_is_an_error_within_the_timeout(warm: Warm) -> None:
     timeout = 6.0
-    pool = Ranks((3,), timeout=30)
+    pool = Ranks(warm, (3,), timeout=30)
     try:
         outcomes = pool.outcomes(3, lose_a_peer, timeout)
     finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,29 @@ from oktopk.common.errors import UserError
 from oktopk.core.stats import STAGES
 from oktopk.lab.bench import contenders, files, race, results, tables
 from oktopk.lab.bench.contenders import Contender, PowerSGD, parse
+from oktopk.lab.bench.measure import with_traffic
+from oktopk.lab.bench.messages import (
+    Answer,
+    Cost,
+    Course,
+    End,
+    Job,
+    Progress,
+    RawJob,
+    Start,
+    Step,
+    Traffic,
+    TrainingJob,
+    decode,
+    encode,
+)
 from oktopk.lab.bench.ranks import Ranks, RanksError
 from oktopk.lab.bench.results import Result, Setting, Spread
-from oktopk.lab.network.network import Loopback, unavailable
+from oktopk.lab.network import Loopback, unavailable
 from oktopk.workloads.speech import manifest, spoken
 
 SPECS = [
-    *("dense", "fp16", "bf16", "powersgd:1", "oktopk", "oktopk:density=0.1,region_interval=2"),
+    *("dense", "fp16", "bf16", "powersgd:1", "oktopk", "oktopk:density=0.1,threshold_interval=2"),
     *("topka", "topkdsa", "gtopk", "gaussiank", "own-dense"),
 ]
 
@@ -78,9 +95,9 @@ def test_every_algorithm_and_all_of_its_options_can_be_written() -> None:
         ("oktopk:densty=0.1", "there is no option 'densty' for oktopk; there are: density, "),
         ("oktopk:density=two", "density must be a number, not 'two'"),
         ("oktopk:density=2", "density is 2.0, but must be above 0 and at most 1"),
-        ("oktopk:region_interval=0", "region_interval is 0"),
-        ("oktopk:capacity=inf", "capacity must be a number or none, not 'inf'"),
-        ("oktopk:balance_trigger=nan", "balance_trigger must be a number, not 'nan'"),
+        ("oktopk:threshold_interval=0", "threshold_interval is 0"),
+        ("oktopk:capacity=inf", "capacity must be a number, not 'inf'"),
+        ("oktopk-variable:balance_trigger=nan", "balance_trigger must be a number, not 'nan'"),
         ("powersgd:1,min_compression_rate=-inf", "min_compression_rate must be a number"),
         ("powersgd:1,min_compression_rate=-1", "min_compression_rate is -1.0"),
         ("oktopk:warmup_steps", "warmup_steps must be a whole number, not ''"),
@@ -166,36 +183,16 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 # From records to results.
 
 
-def record(seconds: float, loss: float = 0.0, elapsed: float = 0.0) -> dict[str, Any]:
-    return {
-        "seconds": seconds,
-        "loss": loss,
-        "elapsed": elapsed,
-        "compute": 1.0,
-        "communication": 2.0,
-        "cpu": 1.0,
-        "bytes": 100,
-        "traffic": None,
-        "measured": True,
-    }
+def step(seconds: float, loss: float = 0.0, elapsed: float = 0.0) -> Step:
+    return Step(Cost(1.0, 2.0, 100, loss=loss), seconds, cpu=1.0, elapsed=elapsed)
 
 
 SETTING = Setting("train", 2, "1gbit", 1e9, None, 0.0, False, cores=2, threads=1)
 
 
-def training_answer(losses: list[float], seconds: float) -> dict[str, Any]:
-    steps = [record(seconds, loss, seconds * (i + 1)) for i, loss in enumerate(losses)]
-    return {
-        "steps": steps,
-        "traffic": None,
-        "numel": 5,
-        "notes": [],
-        "failed": "",
-        "per_epoch": 2,
-        "planned": len(losses),
-        "samples": 8,
-        "dense_steps": 0,
-    }
+def training_answer(losses: list[float], seconds: float, failed: str = "") -> Answer:
+    steps = [step(seconds, loss, seconds * (i + 1)) for i, loss in enumerate(losses)]
+    return Answer(5, steps, Course(2, len(losses), samples=8, dense_steps=0, failed=failed))
 
 
 def training_result(losses: list[float], seconds: float) -> Result:
@@ -205,10 +202,10 @@ def training_result(losses: list[float], seconds: float) -> Result:
 
 
 def test_the_slowest_rank_counts_and_the_rest_are_means() -> None:
-    def answer(*seconds: float) -> dict[str, Any]:
-        steps = [{**record(each), "traffic": [1000 * n, 0]} for n, each in enumerate(seconds)]
-        steps[0]["measured"] = False
-        return {"steps": steps, "traffic": [1000 * len(seconds), 5], "numel": 5, "notes": ["note"]}
+    def answer(*seconds: float) -> Answer:
+        steps = [replace(step(each), measured=n > 0) for n, each in enumerate(seconds)]
+        counters = [*(Traffic(1000 * n, 0) for n in range(len(seconds))), Traffic(4000, 5)]
+        return Answer(5, with_traffic(steps, counters), notes=["note"])
 
     found = results.summarize(SETTING, "x", 0.1, [[answer(9, 1, 2, 3), answer(9, 2, 2, 1)]])
     assert found.seconds == Spread(median=2, lower=2, upper=2.5)
@@ -246,6 +243,50 @@ def test_training_steps_are_compared_with_the_same_steps_of_dense() -> None:
     assert results.compare([], None) == []
 
 
+# Messages.
+
+
+RAW = RawJob("oktopk", 0.1, 1000, 1, first=0, settle=0, skip=0, steps=10**6, least=1, seconds=60.0)
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    values: dict[str, bool | int | float | str | None] = {}
+    values |= {"lr": 0.1, "width": 3, "dnn": "x", "augment": True, "depth": None}
+    training = TrainingJob("dense", None, "spoken", values, 0, 9.0, 2)
+    answer = replace(training_answer([4.0, 3.0], 0.1), notes=["note"])
+    answer.steps[0] = replace(answer.steps[0], moved=Traffic(7, 8))
+    start = Start(0, 2, "folder", "lo", counts=False, threads=1, timeout=9.0)
+    for message in (RAW, training, answer, start, End()):
+        line = encode(message)
+        assert line.count("\n") == 1
+        again = decode(line, type(message) | Progress)
+        assert again == message
+    assert [type(value) for value in decode(encode(training), Job).values.values()] == [
+        *(float, int, str, bool, type(None))
+    ]
+    # JSON has no such number.
+    lost = decode(encode(training_answer([math.nan], 0.1)), Answer)
+    assert lost.steps[0].cost.loss is None
+    assert math.isnan(training_result([1.0, math.nan], 0.1).final_loss or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "Expecting value"),
+        ("[1]", "the kind of a message is None, but must be RawJob or End"),
+        ('{"kind": ["RawJob"]}', "must be RawJob or End"),
+        ('{"kind": "Progress", "step": 1, "steps": 2}', "is 'Progress', but must be RawJob or End"),
+        ('{"kind": "RawJob"}', "contender is missing"),
+        (encode(RAW).replace("1000000", '"many"'), 'steps is "many", but must be a whole number'),
+        (encode(RAW).replace("60.0", "NaN"), "seconds is NaN, but must be a number"),
+    ],
+)
+def test_a_wrong_message_is_refused(line: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        decode(line, RawJob | End)
+
+
 # Files.
 
 
@@ -257,13 +298,13 @@ def kept_run() -> dict[str, Any]:
 
 def damaged_runs() -> Iterator[tuple[Any, str]]:
     """What a file may have instead of its runs, and the complaint."""
-    yield [{"results": []}], "is damaged: when is missing"
-    yield [{**kept_run(), "machine": {}}], "is damaged: machine.processor is missing"
+    yield [{"results": []}], "is damaged: runs[0].when is missing"
+    yield [{**kept_run(), "machine": {}}], "is damaged: runs[0].machine.processor is missing"
     yield [{**kept_run(), "machine": "fast"}], 'machine is "fast", but must be an object'
     yield [{**kept_run(), "notes": "slow"}], 'notes is "slow", but must be a list'
     yield [{**kept_run(), "results": None}], "results is null, but must be a list"
-    yield {}, "it has no list of runs"
-    yield [7], "it is 7, but must be an object"
+    yield {}, "runs is an object, but must be a list"
+    yield [7], "runs[0] is 7, but must be an object"
     yield [], "holds no results"
     yield [{**kept_run(), "results": []}], "holds no results"
     for path, value, says in (
@@ -307,9 +348,9 @@ def test_a_damaged_file_is_told(
         (b"", "is not JSON"),
         (b"\xff", "is not JSON"),
         (b'{"runs": ' * 100_000, "nested too deeply"),
-        (b"[]", "something else"),
+        (b"[]", "does not hold results of oktopk bench"),
         (b'{"format": "oktopk bench", "version": 9}', "has version 9, but must have 1"),
-        (b'{"format": "oktopk bench", "version": 1}', "it has no list of runs"),
+        (b'{"format": "oktopk bench", "version": 1}', "runs is null, but must be a list"),
     ],
 )
 def test_a_file_of_something_else_is_told(
@@ -327,9 +368,9 @@ def test_devices_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[
     os.mkfifo(pipe)
     assert bench("raw --loopback --plot", pipe.rename(tmp_path / "pipe.svg")) == 2
     pipe = tmp_path / "pipe.svg"
-    assert f"--plot {pipe} is no ordinary file" in capsys.readouterr().err
+    assert f"--plot {pipe} is not an ordinary file" in capsys.readouterr().err
     recording = manifest.Utterance(tmp_path / "a.wav", "YES", 1.0)
-    with pytest.raises(UserError, match="is no ordinary file"):
+    with pytest.raises(UserError, match="is not an ordinary file"):
         manifest.write(pipe, [recording])
     assert pipe.is_fifo()
 
@@ -358,14 +399,14 @@ class FakeRanks:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def run(self, job: Mapping[str, Any], _: object) -> list[dict[str, Any]]:
-        if job["contender"].endswith("lr=2"):
+    def run(self, job: Job, _: object) -> list[Answer]:
+        if job.contender.endswith("lr=2"):
             raise RanksError("rank 1 died")
-        if job["contender"].endswith("lr=3"):
+        if job.contender.endswith("lr=3"):
             raise KeyboardInterrupt
-        failed = job["contender"].endswith("lr=1")
-        answer = training_answer([] if failed else [4.0, 3.0, 2.0], 0.1)
-        return [{**answer, "failed": "diverged in step 0" if failed else ""}]
+        if job.contender.endswith("lr=1"):
+            return [training_answer([], 0.1, "diverged in step 0")]
+        return [training_answer([4.0, 3.0, 2.0], 0.1)]
 
 
 @pytest.mark.parametrize(("last", "code"), [("fp16:lr=2", 1), ("fp16:lr=3", 130), ("bf16", 0)])
@@ -387,9 +428,9 @@ def test_what_is_measured_is_kept_whatever_comes(
     diverged = [spec for spec in specs if spec.endswith("lr=1")]
     measured = [spec for spec in specs if "lr=" not in spec]
     (run,) = files.load(path)
-    assert [result.contender for result in run["results"]] == measured
+    assert [result.contender for result in run.results] == measured
     notes = [f"P = 2, loopback, not shaped: {spec}: diverged in step 0" for spec in diverged]
-    assert run["notes"] == notes
+    assert run.notes == notes
     printed = capsys.readouterr()
     for text in (*measured, *notes):
         assert f"\n{text}" in printed.out
@@ -436,7 +477,7 @@ def test_raw_results_have_their_schema(raw_file: Path) -> None:
     assert len(names) == len(set(names)) == len(SPECS) + 5
     assert rows[0]["contender"] == "dense"
     assert rows[0]["speedup"] == 1.0
-    assert ("oktopk:density=0.1,region_interval=2", 0.1) in names
+    assert ("oktopk:density=0.1,threshold_interval=2", 0.1) in names
     for row in rows:
         assert row["setting"]["hosts"] == 2
         assert row["setting"]["loopback"] is True
@@ -518,7 +559,7 @@ def test_on_emulated_links_bytes_are_counted_twice(folder: Path) -> None:
     path = folder / "lab.json"
     line = "raw --hosts 2 --rate 200mbit 1gbit --delay 0.2ms --numel 200000 --steps 4 --skip 3"
     assert bench(line, "--contenders", "oktopk", "--json", path, "--plot", folder / "lab.svg") == 0
-    rows: list[Result] = files.load(path)[0]["results"]
+    rows = files.load(path)[0].results
     assert [(row.contender, row.setting.rate) for row in rows] == [
         ("dense", "200mbit"),
         ("oktopk", "200mbit"),
@@ -537,21 +578,33 @@ def test_on_emulated_links_bytes_are_counted_twice(folder: Path) -> None:
     assert "200mbit, 0.2ms delay" in tables.report(rows[:2])
 
 
+@pytest.mark.parametrize(
+    ("job", "kind", "says"),
+    [
+        (replace(RAW, contender="oktpk"), UserError, "unknown contender 'oktpk'"),
+        (replace(RAW, density=5.0), RanksError, "rank 0 failed\nTraceback"),
+    ],
+)
+def test_a_rank_that_cannot_go_on_says_why(job: RawJob, kind: type[Exception], says: str) -> None:
+    with (
+        Loopback(1) as hosts,
+        pytest.raises(kind, match=says),
+        Ranks(hosts, counts=False, threads=1, timeout=60.0) as ranks,
+    ):
+        ranks.run(job, lambda _: None)
+
+
 def test_a_rank_that_dies_ends_the_bench_with_a_message() -> None:
-    job = {
-        **{"workload": "raw", "contender": "oktopk", "density": 0.1, "numel": 1000, "seed": 1},
-        **{"first": 0, "settle": 0, "skip": 0, "steps": 10**6, "least": 1, "seconds": 60.0},
-    }
     with Loopback(2) as hosts:
         ranks = Ranks(hosts, counts=False, threads=1, timeout=60.0)
         processes = list(ranks._processes)
 
-        def kill(said: Mapping[str, Any]) -> None:
-            if said["step"] == 3:
+        def kill(said: Progress) -> None:
+            if said.step == 3:
                 os.kill(processes[1].pid, signal.SIGKILL)
 
         since = time.monotonic()
         with ranks, pytest.raises(RanksError, match="rank 1 died with exit code -9"):
-            ranks.run(job, kill)
+            ranks.run(RAW, kill)
         assert time.monotonic() - since < 30
         assert all(process.returncode is not None for process in processes)

@@ -479,7 +479,7 @@ def test_a_change_after_backward_leaves_no_step_to_discard(tmp_path: Path, chang
     if change == "load":
         oktopk.checkpoint.load(tmp_path, optimizer)
     else:
-        optimizer.algorithm = oktopk.OkTopk(density=0.1)
+        optimizer.set_algorithm(oktopk.OkTopk(density=0.1))
     backward()
     optimizer.step()
     assert optimizer.reducer.step == 4 + (change == "algorithm")
@@ -639,7 +639,7 @@ def test_with_torch_distributed_checkpoint(
 
 def with_extremes(rank: Rank, folder: str) -> None:
     """Numbers that are legal in a run must be legal in its checkpoints."""
-    algorithm = oktopk.OkTopk(
+    algorithm = oktopk.OkTopkVariable(
         density=np.float64(0.05), warmup_steps=1, balance_trigger=math.inf, wire="float32"
     )
     model, handle = attached(rank, algorithm)

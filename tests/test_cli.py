@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 import oktopk
 from oktopk.cli import main
 from oktopk.common.errors import UserError, mistake
+from oktopk.common.sections import flag
 from oktopk.train.config import options
-from oktopk.train.config.config import Config, flag
-from oktopk.train.config.recipes import RECIPES, recipe
+from oktopk.train.config.config import Config, sections
+from oktopk.train.config.recipes import recipe
 from oktopk.train.launch.place import Place, address, first_node, meeting_file, place
+from oktopk.workloads import RECIPES, WORKLOADS, workload_for
 
 CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 
@@ -40,17 +42,17 @@ def config(line: str | list[str]) -> Config:
 
 
 def test_every_field_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
-    found = options.options()
-    assert [option.name for option in found] == [field.name for field in dataclasses.fields(Config)]
-    assert all(option.help for option in found)
-    assert len({option.group for option in found}) == 5
+    owned = [each for some in options.options().values() for each in some]
+    kinds = {kind for each in WORKLOADS for kind in sections(each).values()}
+    assert len(owned) == sum(len(dataclasses.fields(kind)) for kind in kinds)
+    assert {kind for kind, _ in owned} == kinds
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for option in found:
+    for kind, option in owned:
         assert f"{flag(option.name)} " in shown
-        assert option.help.split()[0] in shown
-    assert "What is trained" in shown
+        assert option.help in shown
+        assert kind.title in shown
     assert "(default: 0.02)" in shown
 
 
@@ -83,22 +85,36 @@ def test_command_of_the_published_trainer() -> None:
     ],
 )
 def test_recipe(line: str, name: str) -> None:
-    assert config(line).recipe == name
+    assert config(line).run.recipe == name
 
 
 def test_flags_before_toml_before_recipe_before_defaults(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('recipe = "an4"\nbatch_size = 5\nlr = 1\nmax-epochs = 7\n')
     parsed, explicit = parse(["--config", str(file), "--max_epochs", "9"])
-    assert parsed.recipe == "an4"
-    assert parsed.max_epochs == 9
-    assert parsed.batch_size == 5
-    assert parsed.lr == 1.0
-    assert type(parsed.lr) is float
-    assert parsed.optimizer == "adamw"
-    assert parsed.density == Config().density
+    assert parsed.run.recipe == "an4"
+    assert parsed.run.max_epochs == 9
+    assert parsed.run.batch_size == 5
+    assert parsed.optimizer.lr == 1.0
+    assert type(parsed.optimizer.lr) is float
+    assert parsed.optimizer.name == "adamw"
+    assert parsed.compression.density == Config().compression.density
     assert explicit == {"recipe", "batch_size", "lr", "max_epochs"}
-    assert config(["spoken", "--config", str(file)]).recipe == "spoken"
+    assert config(["spoken", "--config", str(file)]).run.recipe == "spoken"
+
+
+def test_toml_with_sections(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    flat = 'dataset = "an4"\nwidth = 5\noptimizer = "sgd"\nlr = 1\ncompression = false\n'
+    file.write_text(flat)
+    wanted = parse(["--config", str(file)])
+    file.write_text(
+        '[workload]\ndataset = "an4"\nwidth = 5\n[optimizer]\noptimizer = "sgd"\nlr = 1\n'
+        "[compression]\ncompression = false\n"
+    )
+    assert parse(["--config", str(file)]) == wanted
+    assert wanted[0].optimizer.name == "sgd"
+    assert not wanted[0].compression.enabled
 
 
 def test_values_of_a_recipe_are_nobodys_wish(tmp_path: Path) -> None:
@@ -113,9 +129,9 @@ def test_values_of_a_recipe_are_nobodys_wish(tmp_path: Path) -> None:
 
 def test_dashes_underscores_and_equals() -> None:
     for line in ("--sigma-scale 1.5", "--sigma_scale 1.5", "--sigma_scale=1.5"):
-        assert config(line).sigma_scale == 1.5
-    assert config("--run-dir my_run--1").run_dir == "my_run--1"
-    assert config("--checkpoint-every -1").checkpoint_every == -1
+        assert config(line).compression.sigma_scale == 1.5
+    assert config("--run-dir my_run--1").run.run_dir == "my_run--1"
+    assert config("--checkpoint-every -1").run.checkpoint_every == -1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,7 @@ def test_dashes_underscores_and_equals() -> None:
     ],
 )
 def test_booleans(line: str, value: bool) -> None:
-    assert config(line).compression is value
+    assert config(line).compression.enabled is value
 
 
 @pytest.mark.parametrize(
@@ -149,9 +165,12 @@ def test_booleans(line: str, value: bool) -> None:
         ("train --nworkers 0", "--nworkers is 0, but must be at least 1"),
         ("train --nworkers 100000", "at most 256 are started on one machine"),
         ("train --dataset nope", "must be one of an4, spoken, manifest"),
-        ("train --lr nan", "--lr is nan"),
-        ("train --sigma-scale nan --compressor topka", "--sigma-scale is nan"),
-        ("train --density=-inf --no-compression", "--density is -inf"),
+        ("train --lr nan", "--lr: expected a number, not 'nan'"),
+        (
+            "train --sigma-scale nan --compressor topka",
+            "--sigma-scale: expected a number, not 'nan'",
+        ),
+        ("train --density=-inf --no-compression", "--density: expected a number, not '-inf'"),
         ("train nope", "unknown recipe 'nope'"),
         ("train an4 --recipe spoken", "two recipes"),
         ("train --config nowhere.toml", "nowhere.toml: No such file"),
@@ -178,9 +197,13 @@ def test_mistakes_are_one_line(line: str, says: str, capsys: pytest.CaptureFixtu
         ("batch_size = true", "batch_size is True, but must be a whole number"),
         ("augment = 1", "augment is 1, but must be true or false"),
         ("lr = [1]", "lr is [1], but must be a number"),
-        ("[train]\nlr = 1", "there are no sections: take [train] out"),
+        ("[train]\nlr = 1", "unknown section [train]; there are run, workload, optimizer"),
+        ("[run]\nlr = 1", "unknown key lr in [run]"),
+        ("[run.optimizer]\nlr = 1", "unknown key optimizer in [run]"),
         ("lr 1", "is not TOML"),
         ("lr = -1", "--lr is -1.0, but must be above 0"),
+        (f"lr = {10**400}", "--lr is inf, but must be a finite number"),
+        (f"max_epochs = {10**400}", "but must be at most 1000000000000000"),
     ],
 )
 def test_mistakes_in_toml(
@@ -202,18 +225,22 @@ def configs(draw: st.DrawFn) -> Config:
     """Any that holds together, of a recipe or none."""
     number = st.floats(0.001, 0.9, allow_nan=False)
     whole = st.integers(1, 1000)
+    name = draw(st.sampled_from(["", *RECIPES]))
     values: dict[str, Any] = {
-        option.name: draw({bool: st.booleans(), int: whole, float: number}[option.kind])
-        for option in options.options()
-        if option.kind is not str and draw(st.booleans())
+        each.name: draw({bool: st.booleans(), int: whole, float: number}[each.kind])
+        for section in sections(workload_for({"recipe": name})).values()
+        for each in section.options().values()
+        if each.kind is not str and draw(st.booleans())
     }
-    for name in ("data_dir", "run_dir", "pretrain"):
+    for path in ("data_dir", "run_dir", "pretrain"):
         if draw(st.booleans()):
-            values[name] = draw(_TEXT)
+            values[path] = draw(_TEXT)
     values.update(optimizer="sgd", compressor=draw(st.sampled_from(["oktopk", "topka", "dense"])))
     values["anneal"], values["capacity"] = 1 + draw(number), 1 + draw(number)
-    name = draw(st.sampled_from(["", *RECIPES]))
-    return recipe(name, **values) if name else Config(**values)
+    if name == "text":  # its heads share the width
+        values["heads"] = draw(st.integers(1, 8))
+        values["width"] = values["heads"] * draw(whole)
+    return recipe(name, **values) if name else Config.of(**values)
 
 
 @given(configs())
@@ -249,7 +276,7 @@ def test_missing_package(
     assert main(["recipes"]) == 2
     error = capsys.readouterr().err
     assert "rich" in error
-    assert "pip install 'oktopk[speech]'" in error
+    assert "pip install 'oktopk[train]'" in error
     assert error.count("\n") == 1
 
 
@@ -471,7 +498,7 @@ def test_batch_scripts(name: str) -> None:
     text = (CLUSTER / name).read_text().replace("\\\n", " ")
     command = next(line for line in text.splitlines() if " oktopk train " in f" {line}")
     arguments = shlex.split(command.partition("oktopk train ")[2].replace('"$@"', ""))
-    assert config(arguments).recipe == "lstman4"
+    assert config(arguments).run.recipe == "lstman4"
 
 
 def _toml(config: Config) -> str:

@@ -5,13 +5,12 @@ A new algorithm joins by a row in `ROWS`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,14 +21,13 @@ from torch import Tensor
 import oktopk
 from conftest import SIZES
 from gradients import PATTERNS
-from oktopk.algorithms import base
-from oktopk.core import select
-from oktopk.kernels import cpu, reference
-from oktopk.wire import message as wire
-from oktopk.wire.message import FORMATS
+from launch import Warm
+from oktopk.kernels import Kernels, numbers
+from oktopk.wire import message
 from ranks import Rank, Ranks
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+FORMATS = tuple(message.FORMATS)
 DENSITIES = (0.001, 0.02, 0.5, 1.0)
 LONG = 30
 """Steps in which thresholds settle and follow."""
@@ -49,8 +47,6 @@ class Row:
     """Entries each rank offers, where it has that many."""
     applied: tuple[float, float] | None
     """Entries applied, where there are that many; None: up to all that were offered."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """Of the algorithm, whose name is what comes before a blank."""
 
 
 ROWS = {
@@ -63,7 +59,7 @@ ROWS = {
     "gaussiank": Row(local=(0, 4 / 3), applied=None),
     # What finds no room in a message waits, so that a single step may apply few.
     "oktopk": Row(local=(0.9, 1), applied=(0, 1)),
-    "oktopk with sizes": Row(local=(0.9, 1), applied=(0.9, 1), options=(("capacity", None),)),
+    "oktopk-variable": Row(local=(0.9, 1), applied=(0.9, 1)),
 }
 
 
@@ -104,8 +100,7 @@ def cases(size: int, shift: int, exhaustive: bool) -> Iterator[Case]:
 
 
 def make(name: str, case: Case) -> oktopk.Algorithm:
-    options = dict(ROWS[name].options)
-    return oktopk.algorithm(name.split()[0], density=case.density, wire=case.wire, **options)
+    return oktopk.algorithm(name, density=case.density, wire=case.wire)
 
 
 def total(rank: Rank, *values: Tensor) -> list[Tensor]:
@@ -235,14 +230,10 @@ def test_contract(ranks: Ranks, exhaustive: bool, name: str, size: int) -> None:
 def drive_differently(rank: Rank, name: str, case: Case, how: str) -> list[dict[str, Any]]:
     """Through the reference kernels, as a GPU would, or with the indexes of huge gradients."""
     if how == "reference kernels":
-        places: list[Any] = [base, select, wire]
-        attribute, value = "for_device", cast(Any, reference)
+        change = mock.patch.object(oktopk.kernels, "for_type", return_value=Kernels)
     else:
-        places = [base, cpu]
-        attribute, value = "index_dtype", torch.int64
-    with contextlib.ExitStack() as stack:
-        for place in places:
-            stack.enter_context(mock.patch.object(place, attribute, return_value=value))
+        change = mock.patch.object(numbers, "index_dtype", return_value=torch.int64)
+    with change:
         return drive(rank, name, case)
 
 
@@ -265,10 +256,10 @@ def test_every_algorithm_has_a_row() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ROWS)
-def test_contract_on_gpus(name: str) -> None:
+def test_contract_on_gpus(warm: Warm, name: str) -> None:
     """The same code on NCCL, one rank for each GPU."""
     size = torch.cuda.device_count()
-    pool = Ranks((size,), backend="nccl")
+    pool = Ranks(warm, (size,), backend="nccl")
     try:
         for case in cases(size, list(ROWS).index(name), exhaustive=False):
             steps: Steps = list(zip(*pool.run(size, drive, name, case, "cuda"), strict=True))

@@ -957,7 +957,7 @@ def test_spoken_refusals(tmp_path: Path) -> None:
 
 def run(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command.add_commands(parser.add_subparsers())
     return command.run(parser.parse_args(arguments))
 
 
@@ -982,7 +982,7 @@ def test_command_an4(
     assert " ".join(rows[1]) == "an4_train_manifest.csv 948 42.4 min 74 0.7 s 6.4 s"
     with pytest.raises(UserError):
         run("an4", "--data-dir", str(tmp_path / "nowhere"), "--no-download")
-    with pytest.raises(UserError, match="a SHA-256 that nobody recorded"):
+    with pytest.raises(UserError, match="an unrecorded SHA-256"):
         run("an4", "--data-dir", str(tmp_path), "--sha256", "A" * 64)
     with pytest.raises(SystemExit):
         run("an4", "--data-dir", str(tmp_path), "--sha256", "A" * 63)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 import oktopk
 from models import attached, loss_of, net, run, sgd
 from oktopk.checkpoint import DistributedCheckpoint
-from oktopk.core.state import TENSORS, upgraded
+from oktopk.core.state import TENSORS
+from oktopk.core.upgrade import upgraded
+from old_states import old_model
 from ranks import Rank, Ranks
 
 OKTOPK = oktopk.OkTopk(density=0.05, warmup_steps=2)
@@ -158,10 +160,14 @@ class Alone:
 
     def seen(self, state: dict[str, Any]) -> dict[str, Any]:
         """What becomes of a state here: it may be of another wire, or another interval of Adam's,
-        whose sums begin anew."""
+        whose sums begin anew. A bucket with an empty state begins anew as well."""
         now, state = self.state(), upgraded(state)
-        if state["moments"].get("interval") != now["moments"].get("interval"):
-            state = state | {"moments": now["moments"] | {"steps": 0, "turns": 0}, "squares": {}}
+        for bucket, own in zip(state["buckets"], now["buckets"], strict=True):
+            bucket["state"] = bucket["state"] or (own["state"] and OKTOPK.init().as_dict())
+        there, here = (s["moments"]["counters"] for s in (state, now))
+        if there.get("interval") != here.get("interval"):
+            counters = {"counters": here | {"steps": 0, "turns": 0}}
+            state = state | {"moments": state["moments"] | counters, "squares": {}}
         return state | {"algorithm": now["algorithm"]}
 
 
@@ -170,14 +176,28 @@ def pair(request: pytest.FixtureRequest) -> tuple[Alone, Alone]:
     """Two models of one kind, with other states."""
     source, target = Alone(request.param, 0, 9), Alone(request.param, 1, 7)
     state = source.state()
-    assert state["moments"] if request.param else state["velocity"]
-    assert bool(state["squares"]) == ("ratio" in state["notes"]) == request.param
+    assert state["moments"]["counters"] if request.param else state["velocity"]
+    assert bool(state["squares"]) == bool(state["moments"]["steps"]) == request.param
     return source, target
 
 
 def test_of_a_model(pair: tuple[Alone, Alone]) -> None:
     source, target = pair
     fuzz(source.state(), target.state, target.load, 300, target.seen)
+
+
+def test_of_a_model_of_version_0_1(pair: tuple[Alone, Alone]) -> None:
+    source, target = pair
+    old, other = old_model(source.state(), 2), target.state()
+    for case in range(150):
+        if refusal(target.load, damaged(old, random.Random(case))) is not None:
+            assert same(target.state(), other), f"case {case} changed the state"
+        target.load(other)
+    target.load(old)
+    assert same(target.state(), source.state())
+    old["buckets"][0]["step"] += 1  # another one than that of all buckets
+    with pytest.raises(ValueError, match="the state is damaged: it has format 2, but not the"):
+        target.load(old)
 
 
 def test_of_a_reduction() -> None:
@@ -271,7 +291,7 @@ def on_one_rank_only(rank: Rank, kind: str) -> None:
     if rank.rank == 1 and kind == "residual":
         state["residual"]["3.weight"][0, 0] = math.nan
     if rank.rank == 1 and kind == "threshold":
-        state["buckets"][1]["global_threshold"] *= 2
+        state["buckets"][1]["state"]["total"][0] *= 2
     if rank.rank == 1 and kind == "no state":
         state = [state]
     expected = {
@@ -304,6 +324,6 @@ def with_another_layer(rank: Rank) -> None:
     loaded.load_state_dict(state, strict=False)
     for bucket in loaded.state_dict()["buckets"]:
         shapes = [other.module.get_parameter(name).numel() for name in bucket["parameters"]]
-        assert bucket["boundaries"].tolist()[-1:] in ([], [sum(shapes)])
+        assert bucket["state"].get("boundaries", [])[-1:] in ([], [sum(shapes)])
     run(rank, other, sgd(other), range(5, 8))
     loaded.check_replicas()

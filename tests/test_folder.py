@@ -20,15 +20,10 @@ from hypothesis import strategies as st
 from oktopk.common.errors import UserError
 from oktopk.common.format import toml
 from oktopk.train.config.config import Config
-from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
-from oktopk.train.run_folder import (
-    METRICS,
-    RunFolder,
-    latest_run,
-    new_run_folder,
-    previous_epochs,
-    read_metrics,
-)
+from oktopk.train.folders import latest_run, new_run_folder
+from oktopk.train.metrics_file import METRICS, previous_epochs, read_metrics
+from oktopk.train.records import BucketTiming, EpochRecord, Outcome, Plan, StepRecord
+from oktopk.train.run_folder import RunFolder
 from oktopk.train.run_folder import settings as settings_of
 
 TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -57,7 +52,11 @@ def step(place: int) -> StepRecord:
 
 def epoch(place: int) -> EpochRecord:
     validation = {"loss": 3.1, "wer": 0.5} if place != 2 else {}
-    examples = (Example("YES | NO", ""), Example("süß", "sus")) if validation else ()
+    examples = (
+        ({"reference": "YES | NO", "hypothesis": ""}, {"reference": "süß", "hypothesis": "sus"})
+        if validation
+        else ()
+    )
     return EpochRecord(
         place, place * PER_EPOCH, 3.3, 0.01, "sparse", 0.98, 50.0, 320, 2.0, 8.0, 0.4, validation,
         examples,
@@ -98,7 +97,7 @@ def test_toml_gives_back_what_was_written(values: dict[str, Any]) -> None:
 
 def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/somebody/bin/oktopk", "train", "--lr", "1e-5"])
-    config = Config(lr=1e-5, width=64, data_dir='/a "b"\\c\x7f\n')
+    config = Config.of(lr=1e-5, width=64, data_dir='/a "b"\\c\x7f\n')
     folder = RunFolder(tmp_path / "run", tensorboard=False)
     folder.started(plan(config=config))
     folder.stepped(step(0))
@@ -124,7 +123,7 @@ def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "epoch 1, step 4: loss 3.300; validation loss 3.100, wer 0.500; sparse" in log
     assert "WARNING something odd" in log
     assert "finished after 12 steps, 8 of them sparse" in log
-    assert not list(folder.path.glob("*.tmp"))
+    assert not list(folder.path.glob("*.part"))
 
 
 def test_warnings_are_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +185,7 @@ def damaged_lines() -> Iterator[tuple[str, str]]:
         ("loss", math.nan, "loss is NaN"),
         ("validation", [0.5], "validation is a list, but must be an object"),
         ("validation", {"wer": "bad"}, 'validation.wer is "bad"'),
-        ("examples", [{"reference": "YES"}], r"examples\[0\].hypothesis is missing"),
+        ("examples", [{"reference": 1}], r"examples\[0\].reference is 1, but must be text"),
         ("examples", ["YES"], r'examples\[0\] is "YES", but must be an object'),
         ("kind", "phase", "neither step nor epoch"),
     ):
@@ -294,7 +293,7 @@ def test_tensorboard_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_run_folders_are_new_and_the_latest_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oktopk.train.run_folder.time.strftime", lambda _: "20250101-101112")
+    monkeypatch.setattr("oktopk.train.folders.time.strftime", lambda _: "20250101-101112")
     base = tmp_path / "runs"
     assert latest_run("an4", base) is None
     made = [new_run_folder("an4", base) for _ in range(11)]

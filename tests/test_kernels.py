@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +19,12 @@ from torch import Tensor
 
 from launch import Warm
 from oktopk.core.select import kth_largest, smallest
-from oktopk.kernels import cpu, reference
+from oktopk.kernels import Kernels as reference
+from oktopk.kernels import for_device, for_type, numbers
+from oktopk.kernels.cpu import CpuKernels as cpu
+from oktopk.kernels.cpu import arrays
+from oktopk.kernels.cpu.loops import codes, optimizer, selection
+from oktopk.wire.message import Entries, Wire
 
 DTYPES = (torch.float32, torch.float64)
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, -1e-40, 5e-324, 1e-300, 3e38, float("inf"))
@@ -62,6 +70,34 @@ def assert_same(fast: Any, slow: Any) -> None:
             assert a == b
 
 
+def test_kernels_by_device() -> None:
+    """Any type of device has all kernels; fast ones replace those of the reference by name."""
+    assert for_device(torch.device("cpu")) is cpu
+    assert for_type("meta") is reference
+    fast, known = ({name for name in vars(k) if name[0] != "_"} for k in (cpu, reference))
+    assert fast <= known, "a kernel that the reference does not specify"
+
+
+def test_a_fast_version_may_begin_with_one_kernel() -> None:
+    """The others are those of the reference."""
+    sizes = []
+
+    class One(reference):
+        @staticmethod
+        def checksum(words: Tensor) -> int:
+            sizes.append(words.numel())
+            return cpu.checksum(words)
+
+    x = torch.linspace(-1, 1, 1001)
+    entries, wire = Entries(*cpu.select(x, 0.5)), Wire("int8", torch.int32, torch.float32)
+    expected, _ = wire.encode(entries)
+    with mock.patch("oktopk.kernels.for_type", return_value=One):
+        message, _ = wire.encode(entries)
+        assert for_device(x.device).select is reference.select
+    assert torch.equal(message, expected)
+    assert sizes == [message.numel() // 8]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 def test_accumulate(dtype: torch.dtype, data: st.DataObject) -> None:
@@ -86,7 +122,7 @@ def test_accumulate_past_the_cache(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int
 ) -> None:
     """As large vectors are written; from any address, on any number of threads."""
-    monkeypatch.setattr(cpu, "_LARGE", 0)
+    monkeypatch.setattr(arrays, "_LARGE", 0)
     residual, gradient = torch.randn(2, 300_000, dtype=dtype)[:, start:]
     fast_out, slow_out = torch.full((2, 300_000), 7.0, dtype=dtype)
     parts = gradient.split([1000, 65, 298_935 - start])
@@ -116,7 +152,7 @@ def test_histogram(dtype: torch.dtype, data: st.DataObject) -> None:
     shift = data.draw(st.integers(0, width - bits))
     prefix = 0
     if x.numel() and data.draw(st.booleans()):
-        prefix = int(reference.magnitude(x)[0] >> (shift + bits))
+        prefix = int(numbers.magnitude(x)[0] >> (shift + bits))
     fast, slow = (kernel.histogram(x, prefix, shift, bits) for kernel in (cpu, reference))
     assert_same([fast], [slow])
 
@@ -147,9 +183,7 @@ def test_add_at_scatter_and_take_common(dtype: torch.dtype, data: st.DataObject)
     fast, slow = torch.zeros(301, dtype=dtype), torch.zeros(301, dtype=dtype)
     for kernels, dense in ((cpu, fast), (reference, slow)):
         kernels.scatter([dense], *theirs)
-        kernels.scatter(
-            [dense[:100], dense[100:]], *ours
-        )  # of what was there before nothing is left
+        kernels.scatter([dense[:100], dense[100:]], *ours)  # overwrites all that was there
         kernels.take_common(dense, *ours, ours[0])
         kernels.add_at(dense, *ours)
         kernels.take_common(dense, *ours, theirs[0])
@@ -199,7 +233,8 @@ def test_adam(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
             copies = [torch.stack([t, t], -1)[..., 0] for t in tensors]
         else:
             copies = [t.clone(memory_format=layout) for t in tensors]
-        kernels.adam(*copies, **factors)
+        parameter, gradient, average, moment = copies
+        kernels.adam(parameter, gradient, average, moment, **factors)
         results.append(copies)
     torch.testing.assert_close(*results, rtol=3e-6, atol=1e-7)
     assert torch.equal(results[0][1], tensors[1]), "the gradient has changed"
@@ -291,9 +326,9 @@ def test_quantise(data: st.DataObject) -> None:
 def test_dequantise_any_bits(data: st.DataObject) -> None:
     """All give finite values, by all kernels the same."""
     blocks = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=4))
-    codes = torch.arange(reference.QUANTUM * len(blocks) - 3).to(torch.uint8)
+    numbered = torch.arange(numbers.QUANTUM * len(blocks) - 3).to(torch.uint8)
     for scales in (blocks, [block & ~0xFF | 31 for block in blocks]):
-        packed = (codes, torch.tensor(scales, dtype=torch.int32))
+        packed = (numbered, torch.tensor(scales, dtype=torch.int32))
         fast = cpu.dequantise(*packed)
         assert_same([fast], [reference.dequantise(*packed)])
         assert bool(fast.isfinite().all())
@@ -414,10 +449,11 @@ if "no locks" in sys.argv:
         raise OSError(errno.ENOSYS, "a file system without locks")
     fcntl.flock = flock
 import oktopk
-from oktopk.kernels import cpu, reference
+from oktopk.kernels import Kernels as reference
+from oktopk.kernels.cpu import CpuKernels as cpu, compiling
 words = torch.arange(9)
 def loops(of):
-    return sum(sum(getattr(loop.stats, of).values()) for loop in cpu._JITTED.values())
+    return sum(sum(getattr(loop.stats, of).values()) for loop in compiling._LOOPS.values())
 def ready():
     return loops("cache_hits") + loops("cache_misses")
 reduce = oktopk.SparseAllreduce(oktopk.Dense(), numel=1001)
@@ -425,7 +461,7 @@ reduce(torch.ones(1001))
 assert ready() == 0, "a dense reduction needs no kernels"
 if "few" in sys.argv:
     assert cpu.checksum(words) == reference.checksum(words)
-    print(cpu.__file__, loops("cache_misses"))
+    print(compiling.__file__, loops("cache_misses"))
     sys.exit()
 reduce.change(oktopk.OkTopk(density=0.1))
 for dtype in (torch.float32, torch.float64):
@@ -439,7 +475,7 @@ for dtype in (torch.float32, torch.float64):
     assert torch.equal(cpu.histogram(x, 0, 20, 11), reference.histogram(x, 0, 20, 11))
     assert cpu.checksum(words) == reference.checksum(words)
     assert ready() == before, "compiled or loaded in the middle of a run"
-print(cpu.__file__, loops("cache_misses"))
+print(compiling.__file__, loops("cache_misses"))
 """
 
 
@@ -448,12 +484,12 @@ class Installed:
 
     def __init__(self, forks: Warm, folder: Path) -> None:
         self.forks, self.folder = forks, folder
-        source = Path(cpu.__file__).parents[1]
+        source = Path(arrays.__file__).parents[2]
         for file in source.rglob("*.py"):
             copy = folder / "oktopk" / file.relative_to(source)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(file.read_bytes())
-        (folder / "oktopk" / "kernels" / "__pycache__").write_text("not a folder")
+        (folder / "oktopk" / "kernels" / "cpu" / "loops" / "__pycache__").write_text("not a folder")
         (folder / "program.py").write_text(PROGRAM)
 
     def start(self, *arguments: str, **variables: str) -> tuple[int, Path, Path]:
@@ -476,6 +512,10 @@ class Installed:
         return compiled
 
 
+def functions(module: ModuleType) -> list[str]:
+    return [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
+
+
 def test_read_only_install(tmp_path: Path) -> None:
     """Compiled code is cached in the home directory, and ranks that start together compile it once,
     when the first sparse reduction is made, not in its first step; who compiles says so.
@@ -493,8 +533,9 @@ def test_read_only_install(tmp_path: Path) -> None:
             installed.start(HOME=str(home), XDG_CACHE_HOME=str(home / "cache")) for _ in range(4)
         ]
         compiled = [installed.finish(*process) for process in together]
-        # Gaps have words of two sizes.
-        assert sum(compiled) == 2 * len(cpu._OVER_VALUES) + len(cpu._OF_MESSAGES) + 2, compiled
+        over_values, of_messages = functions(selection) + functions(optimizer), functions(codes)
+        # Values are of two types, and the words of gaps of two sizes.
+        assert sum(compiled) == 2 * len(over_values) + len(of_messages) + 2, compiled
         assert list(home.rglob("*.nbc")), "nothing was cached"
         assert installed.finish(*homeless, said="set NUMBA_CACHE_DIR") > 0
         assert installed.finish(*lockless) > 0

@@ -18,8 +18,7 @@ import pytest
 from launch import Warm
 from oktopk.cli import main
 from oktopk.common.errors import UserError
-from oktopk.lab.network import namespaces
-from oktopk.lab.network.network import Counters, Link, Loopback, Network, unavailable
+from oktopk.lab.network import Counters, Link, Loopback, Network, namespaces, unavailable
 
 needs_network = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 NAMES = Path("/run/netns")
@@ -470,7 +469,7 @@ def test_loopback(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("", "after --"),
+        ("", "write it after --"),
         ("--hosts 2 true", "after --"),
         ("--rate 1foo -- true", "'1foo' is no rate: write 1gbit"),
         ("--rate 0gbit -- true", "8kbit or more"),

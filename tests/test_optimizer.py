@@ -329,7 +329,7 @@ def rewrapped(rank: Rank) -> list[int]:
     model = net()
     first = wrap(rank, model)
     run(rank, model, first, range(3))
-    residual = weakref.ref(first.reducer._buckets[0].reduce)
+    residual = weakref.ref(first.reducer._buckets[0].reduction)
     first.close()
     torch.distributed.barrier(group=rank.group)
     with pytest.raises(RuntimeError, match="this compression was closed"):

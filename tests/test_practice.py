@@ -315,7 +315,7 @@ def test_density_ramp(ranks: Ranks) -> None:
 
 def scheduled(rank: Rank) -> tuple[list[Any], list[int]]:
     """Another density, another algorithm, dense and back, while residuals carry over."""
-    algorithms = [
+    algorithms: list[oktopk.Algorithm] = [
         oktopk.OkTopk(density=0.1),
         oktopk.OkTopk(density=0.02),
         oktopk.GTopk(density=0.05),
@@ -328,7 +328,7 @@ def scheduled(rank: Rank) -> tuple[list[Any], list[int]]:
     handle.subscribe(lambda stats: applied.append(stats.selected_global))
     for step in range(15):
         if step % 3 == 0:
-            handle.algorithm = algorithms[step // 3]
+            handle.set_algorithm(algorithms[step // 3])
         before = handle.state_dict()["residual"]
         own = local_gradient(model, step, rank.rank)
         optimizer.zero_grad()

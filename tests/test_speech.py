@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from oktopk.workloads.prefetch import prefetched
 from oktopk.workloads.speech import spoken
-from oktopk.workloads.speech.batches import Order, augmented, collate, prefetched
+from oktopk.workloads.speech.batches import Order, augmented, collate
 from oktopk.workloads.speech.deepspeech import SHAPES, DeepSpeech, Recurrent, Spans, shape
 from oktopk.workloads.speech.features import BINS, compute, logmel, open_corpus, spectrogram
 from oktopk.workloads.speech.manifest import read
@@ -167,13 +168,13 @@ def test_augmentation_masks_and_stretches() -> None:
 
 
 def test_prefetching_keeps_order_and_passes_errors_on() -> None:
-    assert list(prefetched(lambda n: n[0], [[n] for n in range(20)])) == list(range(20))  # type: ignore[arg-type, return-value, comparison-overlap]
+    assert list(prefetched(lambda n: n[0], [[n] for n in range(20)])) == list(range(20))
 
     def fail(indices: object) -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        list(prefetched(fail, [[1]]))  # type: ignore[arg-type]
+        list(prefetched(fail, [[1]]))
 
 
 @given(st.text(LABELS[1:], min_size=1, max_size=40))

@@ -26,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import oktopk
+from launch import Warm
 from ranks import Rank, Ranks
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
@@ -165,9 +166,9 @@ def run_case(rank: Rank, name: str, compressed: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
+def pair(warm: Warm) -> Iterator[Ranks]:
     """Two processes of their own: the cases want all ranks, and may leave ranks in disorder."""
-    pool = Ranks((2,), timeout=15.0)
+    pool = Ranks(warm, (2,), timeout=15.0)
     yield pool
     pool.stop()
 

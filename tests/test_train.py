@@ -17,14 +17,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from launch import Warm
 from oktopk.common.errors import UserError
-from oktopk.train.config.config import Config, flag
-from oktopk.train.config.options import options
-from oktopk.train.config.recipes import RECIPES, recipe
+from oktopk.common.sections import flag
+from oktopk.train.config.config import Config, Optimizer, sections
+from oktopk.train.config.recipes import recipe
+from oktopk.train.metrics_file import read_metrics
 from oktopk.train.optimizers import learning_rate
-from oktopk.train.run_folder import read_metrics
 from oktopk.train.trainer import Trainer
+from oktopk.workloads import WORKLOADS
 from oktopk.workloads.speech import spoken
 from oktopk.workloads.speech.an4_archive import Source
+from oktopk.workloads.speech.config import SpeechConfig
 
 
 @pytest.fixture(scope="module")
@@ -148,21 +150,21 @@ def test_resume_with_another_number_of_workers(
     assert outcome is not None
     assert outcome.plan.first_step == 10
     assert outcome.steps == 10  # two epochs were done
-    more = Trainer(Config(**{**config.as_dict(), "max_epochs": 3})).run()
+    more = Trainer(config.replace(max_epochs=3)).run()
     assert more is not None
     assert more.steps == 10 + 11
     assert [record.epoch for record in more.epochs] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SpeechConfig.recipes)
 def test_every_recipe_starts(name: str, corpus: Path, tmp_path: Path) -> None:
     sizes = {"width": None, "depth": None} if name == "lstm_debug" else {}  # one at full size
     config = tiny(corpus, tmp_path, name, max_steps=1, checkpoint_every=-1, **sizes)
     outcome = Trainer(config).run()
     assert outcome is not None
     assert outcome.steps == 1
-    assert config.recipe == name
+    assert config.run.recipe == name
     assert outcome.plan.parameters == 27_569_568 or sizes == {}
 
 
@@ -297,13 +299,13 @@ def test_weights_that_do_not_fit(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_learning_rates() -> None:
-    constant = Config(schedule="constant")
+    constant = Optimizer(schedule="constant")
     assert {learning_rate(constant, step, 100, 1 + step // 10) for step in range(100)} == {0.01}
-    anneal = Config()
+    anneal = Optimizer()
     assert learning_rate(anneal, 0, 100, 1) == 0.01
     assert learning_rate(anneal, 50, 100, 3) == pytest.approx(0.01 / 1.01**2)
     assert learning_rate(anneal, 50, 100, 100_000) == 0.0
-    cycle = Config(schedule="onecycle", lr=1.0)
+    cycle = Optimizer(schedule="onecycle", lr=1.0)
     rates = [learning_rate(cycle, step, 100, 1) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == 1.0
@@ -335,13 +337,22 @@ def test_learning_rates() -> None:
 )
 def test_bad_configurations(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        Config(**values)
+        Config.of(**values)
 
 
 @pytest.mark.parametrize("other", [{"compressor": "topka"}, {"compression": False}])
-@pytest.mark.parametrize("name", [x.name for x in options() if x.kind is float])
-def test_numbers_that_are_none(name: str, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "dataset"),
+    {
+        (each.name, workload.datasets()[0] if kind is workload else "an4")
+        for workload in WORKLOADS
+        for kind in sections(workload).values()
+        for each in kind.options().values()
+        if each.kind is float
+    },
+)
+def test_numbers_that_are_none(name: str, dataset: str, other: dict[str, Any]) -> None:
     """Refused at the start, also where nothing would use them: the summary could not be saved."""
     for value in (math.nan, math.inf, -math.inf, -1.0):
         with pytest.raises(UserError, match=rf"^{flag(name)} is {value}, but must be"):
-            Config(**{name: value, **other})
+            Config.of(**{name: value, "dataset": dataset, **other})

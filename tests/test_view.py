@@ -16,17 +16,20 @@ from rich.console import Console
 from oktopk.common.format import byte_size, duration, number, percent, ratio
 from oktopk.train.config.config import Config
 from oktopk.train.console.live import View
-from oktopk.train.records import BucketTiming, EpochRecord, Example, Outcome, Plan, StepRecord
+from oktopk.train.records import BucketTiming, EpochRecord, Outcome, Plan, StepRecord
 
 SECONDS = {"data": 0.01, "forward": 0.04, "backward": 0.1, "synchronise": 0.03, "update": 0.02}
 SECONDS |= {"total": 0.2}
 VALIDATION = {"loss": 3.2, "wer": 1.02, "cer": 0.61}
-EXAMPLES = (Example("ENTER SIX [two]", "ENTER SICKS"), Example("YES", ""))
+EXAMPLES = (
+    {"reference": "ENTER SIX [two]", "hypothesis": "ENTER SICKS"},
+    {"reference": "YES", "hypothesis": ""},
+)
 
 
 def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
-        "config": Config(recipe="an4", max_epochs=7),
+        "config": Config.of(recipe="an4", max_epochs=7),
         "folder": "runs/an4-1",
         "workers": 2,
         "device": "cpu",
@@ -92,7 +95,7 @@ def test_the_plan_is_said_in_words() -> None:
     shown, file = view()
     shown.started(plan(weights_from="runs/old"))
     text = text_of(file)
-    assert "2 workers on cpu, 27,569,568 parameters, 948 samples" in text
+    assert "2 workers on cpu, 27,569,568 parameters, 948 utterances" in text
     assert "7 epochs of 100 steps, 700 steps in all" in text
     assert (
         "steps 0 to 127 are dense (warm-up), sparsity begins at step 128 of 700 (epoch 2)" in text
@@ -119,8 +122,8 @@ def test_a_run_that_never_gets_sparse_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"config": Config(compression=False), "dense_steps": 700}, "are averaged densely"),
-        ({"config": Config(compressor="dense"), "dense_steps": 700}, "are averaged densely"),
+        ({"config": Config.of(compression=False), "dense_steps": 700}, "are averaged densely"),
+        ({"config": Config.of(compressor="dense"), "dense_steps": 700}, "are averaged densely"),
         ({"dense_steps": 0}, "every step is sparse"),
         ({"dense_steps": 1}, "step 0 is dense (warm-up), sparsity begins at step 1 of 700"),
         ({"first_step": 300, "weights_from": "runs/a"}, "resumed at step 300, from runs/a"),
@@ -188,8 +191,8 @@ def test_a_whole_run(width: int, terminal: bool) -> None:
     assert rows[1].split()[3:6] == ["-", "-", "-"]
     assert max(map(len, text[rows_end:].splitlines())) <= width
     text = text_of(file)
-    assert "ref: ENTER SIX [two]" in text
-    assert "hyp: (nothing)" in text
+    assert "reference: ENTER SIX [two]" in text
+    assert "hypothesis: (nothing)" in text
     if width >= 80:
         assert "1.020 at the end, best 1.020 (epoch 1)" in text
         assert "WER counts inserted words too, so it can exceed 1" in text
@@ -264,11 +267,13 @@ def test_a_console_that_knows_only_ascii(terminal: bool) -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     shown = View(Console(file=file, width=80, force_terminal=terminal))
-    config = Config(data_dir="/corpora/gespräch/" + "ü" * 30)
+    config = Config.of(data_dir="/corpora/gespräch/" + "ü" * 30)
     shown.started(plan(config=config))
     shown.stepped(step(0))
     shown.validating(1, 2)
-    shown.epoch_ended(epoch(1, VALIDATION, examples=(Example("süß\x1b[2J", "ß"),)))
+    shown.epoch_ended(
+        epoch(1, VALIDATION, examples=({"reference": "süß\x1b[2J", "hypothesis": "ß"},))
+    )
     shown.finished(outcome(plan(folder="läufe/1"), (epoch(1, VALIDATION),)))
     shown.close()
     file.flush()

@@ -139,7 +139,7 @@ def with_extras(rank: Rank, how: str, way: str, steps: int = 12) -> dict[str, An
             optimizer.step()
     handle.check_replicas()
     state = handle.reducer.state_dict()
-    state["moments"].pop("discards")
+    state["moments"]["counters"].pop("discards", None)
     return {
         "parameters": parameters(model),
         "optimizer": [optimizer.state[p] for p in model.parameters()],

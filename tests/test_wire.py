@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
@@ -18,15 +18,57 @@ from torch import Tensor
 
 import oktopk
 from gradients import drifting_on
-from oktopk.algorithms import Step
+from oktopk.core.comm import Comm
 from oktopk.core.transport import Transport
-from oktopk.kernels import cpu, reference
-from oktopk.wire import message as wire
+from oktopk.kernels import Kernels as reference
+from oktopk.kernels.cpu import CpuKernels as cpu
+from oktopk.wire.codecs import CODECS, Codec, register
 from oktopk.wire.message import FORMATS, DamagedMessageError, Entries, Wire
 from ranks import Rank, Ranks
+from test_contract import Case, check_agreement, drive
 
+
+class UpperHalf(Codec):
+    """A format of this test's own: the upper 16 bits of a float32."""
+
+    name, number = "upper-half", 100
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def write(self, values: Tensor, room: Tensor) -> Tensor:
+        room.view(torch.int16).copy_(values.float().view(torch.int32) >> 16)
+        return self.read(room, values.numel())
+
+    def read(self, room: Tensor, count: int) -> Tensor:
+        bits = room.view(torch.int16).int() << 16
+        return bits.view(torch.float32).to(self.dtype)
+
+
+ALL_FORMATS = [*FORMATS, UpperHalf.name]
 RELATIVE = {"plain": 0.0, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5}
 """Most that a value is off by, where values differ by a factor of some thousands."""
+RELATIVE[UpperHalf.name] = 2**-7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_format() -> Iterator[None]:
+    with own_format():
+        yield
+
+
+@contextlib.contextmanager
+def own_format() -> Iterator[None]:
+    """UpperHalf is registered, and at the end it is not."""
+    with mock.patch.dict(CODECS):
+        register(UpperHalf)
+        yield
+    assert UpperHalf.name not in FORMATS
+
+
+def using(kernels: type[reference]) -> Any:
+    """These kernels, whatever the device."""
+    return mock.patch("oktopk.kernels.for_type", return_value=kernels)
 
 
 def entries(numel: int, density: float, dtype: torch.dtype = torch.float32) -> Entries:
@@ -38,7 +80,7 @@ def entries(numel: int, density: float, dtype: torch.dtype = torch.float32) -> E
     return Entries(indices, values.to(dtype))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 @given(data=st.data())
 def test_round_trip(format: str, data: st.DataObject) -> None:
     numel = data.draw(st.sampled_from([1, 2, 9, 300, 5000, 200_000]))
@@ -65,14 +107,14 @@ def test_round_trip(format: str, data: st.DataObject) -> None:
     assert padded.numel() == room
     again, _ = code.decode(padded, shift, shift + numel, len(added))
     assert torch.equal(again.values, sent)
-    with mock.patch.object(wire, "for_device", return_value=cast(Any, reference)):
+    with using(reference):
         assert torch.equal(code.encode(mine, added)[0], message), "the reference differs"
         again, _ = code.decode(message, shift, shift + numel, len(added))
     assert torch.equal(again.indices, read.indices)
     assert torch.equal(again.values, read.values)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 @given(data=st.data())
 def test_damage_is_noticed(format: str, data: st.DataObject) -> None:
     code = Wire(format, torch.int32, torch.float32)
@@ -143,7 +185,7 @@ def forged(draw: st.DrawFn, code: Wire, low: int, high: int, added: int) -> Tens
     return sized
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 @settings(max_examples=150)
 @given(data=st.data())
 def test_no_message_breaks_the_contract(format: str, data: st.DataObject) -> None:
@@ -159,7 +201,7 @@ def test_no_message_breaks_the_contract(format: str, data: st.DataObject) -> Non
         low, span = low + span // 3, span // 3
     outcomes: list[tuple[Entries, list[int]] | None] = []
     for kernels in (cpu, reference):
-        with mock.patch.object(wire, "for_device", return_value=cast(Any, kernels)):
+        with using(kernels):
             try:
                 outcomes.append(code.decode(message, low, low + span, added))
             except DamagedMessageError:
@@ -172,6 +214,7 @@ def test_no_message_breaks_the_contract(format: str, data: st.DataObject) -> Non
         assert indices == sorted(set(indices))
         assert all(low <= index < low + span for index in indices)
         assert len(read.values) == len(indices)
+        assert bool(read.values.isfinite().all()) or not code.always_finite
         assert len(numbers) == added
         assert torch.equal(read.indices, again.indices)
         width = {4: torch.int32, 8: torch.int64}[read.values.itemsize]
@@ -231,10 +274,7 @@ def test_positions_that_lie(kind: str, count: int, first: int, positions: list[i
     code = Wire(format, torch.int32, torch.float32)
     message = crafted(code, kind, count, first, positions)
     for kernels in (cpu, reference):
-        with (
-            mock.patch.object(wire, "for_device", return_value=cast(Any, kernels)),
-            pytest.raises(DamagedMessageError),
-        ):
+        with using(kernels), pytest.raises(DamagedMessageError):
             code.decode(message, 100, 200)
 
 
@@ -283,7 +323,7 @@ def test_an_outlier_spoils_only_its_block(outlier: float) -> None:
     assert message.numel() < 2.1 * 1000
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ALL_FORMATS)
 def test_what_is_not_finite_does_no_harm(format: str) -> None:
     """Ranks find out before they apply anything; until then messages must go through."""
     values = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0])
@@ -291,6 +331,47 @@ def test_what_is_not_finite_does_no_harm(format: str) -> None:
     message, sent = code.encode(Entries(torch.arange(5, dtype=torch.int32), values))
     read, _ = code.decode(message, 0, 5)
     assert torch.equal(read.values.view(torch.int32), sent.view(torch.int32))
+
+
+def drive_own_format(rank: Rank, case: Case) -> list[dict[str, Any]]:
+    with own_format():
+        return drive(rank, "oktopk", case)
+
+
+def test_a_new_format_keeps_the_contract(ranks: Ranks) -> None:
+    """On real ranks: nothing is lost by rounding, and all ranks agree."""
+    case = Case("drifting", 3001, 0.02, "float32", 8, UpperHalf.name)
+    steps = list(zip(*ranks.run(3, drive_own_format, case), strict=True))
+    check_agreement(steps)
+    assert steps[-1][0]["selected_global"] > 0
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 16, "7"])
+def test_the_number_of_a_format_fits_a_message(number: Any) -> None:
+    codec = type("Other", (UpperHalf,), {"name": "other", "number": number})
+    with pytest.raises(ValueError, match="must be 0 to 65535"):
+        register(codec)
+    assert "other" not in CODECS
+
+
+def test_names_and_numbers_of_formats_are_unique() -> None:
+    class Again(UpperHalf):
+        number = 101
+
+    class Other(UpperHalf):
+        name = "other"
+
+    for codec in (Again, Other):
+        with pytest.raises(ValueError, match="UpperHalf has 'upper-half' and 100"):
+            register(codec)
+    assert {name: codec.number for name, codec in CODECS.items()} == {
+        "plain": 0,
+        "float32": 1,
+        "bfloat16": 2,
+        "float16": 3,
+        "int8": 4,
+        "upper-half": 100,
+    }, "messages of earlier versions would be read as others"
 
 
 class Done(Exception):
@@ -379,12 +460,12 @@ class Lying:
                 (Wire, "encode", self.encode(Wire.encode)),
                 (Transport, "exchange", self.exchange(Transport.exchange)),
                 (Transport, "receive", self.leave(Transport.receive, "lied")),
-                (Step, "decode", self.leave(Step.decode, "lied")),
-                (Step, "trade", self.leave(Step.trade, "sent")),
+                (Comm, "decode", self.leave(Comm.decode, "lied")),
+                (Comm, "trade", self.leave(Comm.trade, "sent")),
             ]
         if isinstance(self.liar.algorithm, oktopk.GTopk):
             return [(Transport, "send", self.send())]
-        return [(Step, "trade", self.trade(Step.trade))]
+        return [(Comm, "trade", self.trade(Comm.trade))]
 
     def encode(self, real: Any) -> Any:
         def encode(code: Wire, mine: Entries, added: Any = (), nbytes: Any = None) -> Encoded:
@@ -411,7 +492,7 @@ class Lying:
         return leave
 
     def trade(self, real: Any) -> Any:
-        def trade(step: Step, rows: list[list[int]]) -> Any:
+        def trade(step: Comm, rows: list[list[int]]) -> Any:
             if next(self.calls) != self.liar.when:
                 return real(step, rows)
             real(step, [[*row[:-1], cast(int, self.liar.lie)] for row in rows])
@@ -450,8 +531,8 @@ def deceived(rank: Rank, liar: Liar) -> str:
     return "nothing"
 
 
-SIZES_FIRST = oktopk.OkTopk(0.05, capacity=None)
-BALANCED = oktopk.OkTopk(0.05, capacity=None, balance_trigger=1.0)
+SIZES_FIRST = oktopk.OkTopkVariable(0.05)
+BALANCED = oktopk.OkTopkVariable(0.05, balance_trigger=1.0)
 LIARS = [
     # Two messages in a step: one to the owner of a region, one to all.
     Liar(oktopk.OkTopk(0.05), 0, far_away),

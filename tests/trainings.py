@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import oktopk
 from oktopk.common.errors import UserError
+from oktopk.common.together import gather
 from oktopk.train.config.recipes import recipe
-from oktopk.train.together import gather
 from oktopk.train.trainer import Trainer
 
 CORPUS, FOLDER = (Path(argument) for argument in sys.argv[1:])
@@ -87,7 +87,8 @@ def stopped_and_resumed() -> dict[str, bool]:
     ]
     return {
         "same": all(gather(_equal(*states))),
-        "sums": whole.of_run.loss == parts.of_run.loss and parts.of_run.steps == 10,
+        "sums": whole.meters.of_run.loss == parts.meters.of_run.loss
+        and parts.meters.of_run.steps == 10,
     }
 
 

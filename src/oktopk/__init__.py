@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Gaussiank,
         GTopk,
         OkTopk,
+        OkTopkVariable,
         TopkA,
         TopkDSA,
         algorithm,
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     )
     from .core.allreduce import SparseAllreduce
     from .core.buckets import Options
+    from .core.peers import ReplicaError
     from .core.reducer import AllReducer
-    from .core.state import ReplicaError
     from .core.stats import StepStats, Summary
     from .core.transport import NonFiniteGradientError, PeerError
     from .ddp import Compression, attach, comm_hook
@@ -47,6 +48,7 @@ __all__ = [
     "Gaussiank",
     "NonFiniteGradientError",
     "OkTopk",
+    "OkTopkVariable",
     "Options",
     "PeerError",
     "ReplicaError",
@@ -65,13 +67,14 @@ __all__ = [
 
 _HOMES = {
     "adam": "Adam AdamW",
-    "algorithms": "Algorithm Dense GTopk Gaussiank OkTopk TopkA TopkDSA algorithm names",
+    "algorithms": "Algorithm Dense GTopk Gaussiank OkTopk OkTopkVariable TopkA TopkDSA algorithm "
+    "names",
     "core.allreduce": "SparseAllreduce",
     "core.buckets": "Options",
     "ddp": "Compression attach comm_hook",
     "core.reducer": "AllReducer",
     "optimizer": "DistributedOptimizer",
-    "core.state": "ReplicaError",
+    "core.peers": "ReplicaError",
     "core.stats": "StepStats Summary",
     "core.transport": "NonFiniteGradientError PeerError",
 }

@@ -13,16 +13,17 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .core.reducer import AllReducer, log, reducer_of
+from .core.moments import SecondMoments
+from .core.reducer import AllReducer, log
+from .core.usage import reducer_of
 from .kernels import for_device
 
 _REFRESH_INTERVAL = 512
@@ -36,9 +37,9 @@ _PRIOR_STEPS = 8
 """Dense steps after which a second moment is half its elements' own, half their surroundings'."""
 _LARGEST = 10, 100
 """A gradient moves a parameter by at most as many learning rates in all as there were steps, within
-these limits; the second moment is raised where it would be more. What has waited for many steps
-may move it far, but not what the warm-up never saw, such as a rare word's embedding: it would be
-divided by nothing."""
+these limits; the second moment is raised where it would be more. An element that has waited for
+many steps may move far, but not one that the warm-up never saw, such as a rare word's embedding: it
+would be divided by nothing."""
 _LARGEST_STEP = 2.0
 """By how many learning rates a step may move the elements of a parameter, in the root mean square.
 It is about 1 as long as the second moment is right, also with sums that have waited. If it is more
@@ -79,12 +80,12 @@ class _SparseAdam(Optimizer):
         return super().__getstate__() | {"refresh_interval": self.refresh_interval}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """Add a group, as torch does."""
         _refuse_options([self.defaults | param_group])
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of one of these optimizers, or of torch's."""
+        """Load the state of one of these optimizers, or of torch's."""
         _refuse_options(state_dict["param_groups"])
         super().load_state_dict(state_dict)
 
@@ -118,40 +119,41 @@ class _SparseAdam(Optimizer):
         return loss
 
     def _reducers(self) -> dict[AllReducer, dict[str, Tensor]]:
-        """Who averages the gradients of this optimizer's parameters, and of which, by name."""
+        """The reducers of this optimizer's parameters, and those parameters by name."""
         reducers: dict[AllReducer, dict[str, Tensor]] = {}
         for group in self.param_groups:
             for p in group["params"]:
                 found = reducer_of(p)
-                if found is not None:
+                if found is not None and found[0].moments is not None:
                     reducers.setdefault(found[0], {})[found[1]] = p
         return reducers
 
     def _linear(self, reducer: AllReducer, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters to step linearly: of those with a sparse average, the ones whose second
         moment is known from dense steps. torch steps the others."""
+        moments = _moments(reducer)
         if not reducer.sparse:
-            reducer.notes.pop("ratio", None)
+            moments.ratios.clear()
         sparse = {name: p for name, p in named.items() if name in reducer.sparse}
         linear = self._known(reducer, sparse) if sparse else {}
-        wanted = bool(linear) or not reducer.sparse  # who steps nothing linearly needs no squares
-        reducer.track_squares(self.refresh_interval if wanted else None, self)
-        _note_clipping(reducer, named)
+        wanted = bool(linear) or not reducer.sparse  # without linear steps nobody needs squares
+        moments.track(self.refresh_interval if wanted else None, self)
+        _note_clipping(moments, named)
         return linear
 
     def _known(self, reducer: AllReducer, sparse: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those whose second moment is known from dense steps.
+        """The parameters whose second moment is known from dense steps.
 
-        What is noted for each is the number of its steps, negative if sparse averages are in its
+        The reducer remembers the number of steps of each, negative if sparse averages are in its
         second moment. So a note holds for the moment that it was made for: after dense steps, or
         with another optimizer or another state, the numbers differ, and it is made anew.
         """
-        notes: dict[str, int] = reducer.notes.setdefault("steps", {})
+        notes, ratios = _moments(reducer).steps, _moments(reducer).ratios
         unknown = []
         for (name, p), steps in zip(sparse.items(), self._steps(sparse.values()), strict=True):
             if abs(notes.get(name, 0)) != steps:
                 notes.pop(name, None)
-                reducer.notes.get("ratio", {}).pop(name, None)
+                ratios.pop(name, None)
             if p.grad is not None:
                 if name not in notes:
                     known = steps > 0 and _smooth(self.state[p]["exp_avg_sq"], steps)
@@ -187,19 +189,20 @@ class _SparseAdam(Optimizer):
         return [steps.get(p, 0) for p in parameters]
 
     def _refresh(self, reducer: AllReducer, linear: Mapping[str, Tensor]) -> None:
-        """Let the second moment follow what is known anew of the ranks' own gradients."""
+        """Let the second moment follow the newly known squares of the ranks' own gradients."""
         if self.refresh_interval is None:
             return
-        ratios = reducer.notes.setdefault("ratio", {})
-        applied, averaged = reducer.notes.get("clipping", (1.0, 1.0))
+        moments = _moments(reducer)
+        ratios = moments.ratios
+        applied, averaged = moments.clipping or (1.0, 1.0)
         clipping = applied / averaged if applied and averaged else 1.0
         betas = {p: float(g["betas"][1]) for g in self.param_groups for p in g["params"]}
-        totals = reducer.square_totals
+        totals = moments.totals
         for name in linear.keys() & totals.keys() - ratios.keys():
             if totals[name] > 0:  # the first round is over: as a whole nothing is to change
                 moment, bias = self._moment(linear[name], betas[linear[name]])
                 ratios[name] = _sum(moment) / bias / (totals[name] * clipping)
-        for part in reducer.take_squares(linear):
+        for part in moments.take(linear):
             if part.name not in ratios:
                 continue
             beta = betas[linear[part.name]]
@@ -220,7 +223,7 @@ class _SparseAdam(Optimizer):
         return moment, _bias(beta, float(state["step"]), moment.dtype)
 
     def _step_linearly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """AdamW's step, but that its second moment, free of bias, stays as it is."""
+        """AdamW's step, but the second moment, corrected for its bias, stays as it is."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = (float(beta) for beta in group["betas"])
         factors = [
@@ -259,7 +262,7 @@ class _SparseAdam(Optimizer):
 
 
 def _factors(beta2: float, steps: int, dtype: torch.dtype) -> dict[str, float]:
-    """What the kernels are to know of a second moment of so many steps."""
+    """Factors for the kernels, for a second moment of so many steps."""
     bias = _bias(beta2, steps + 1, dtype)
     return {
         "grown": bias / _bias(beta2, steps, dtype),
@@ -269,7 +272,7 @@ def _factors(beta2: float, steps: int, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _bias(beta2: float, steps: float, dtype: torch.dtype) -> float:
-    """Of a second moment that began with zero: what it must be divided by.
+    """The divisor that corrects a second moment which began with zero.
 
     A second moment of 16 bits does not take notice of a growth by less than 1 %. So there it grows
     in leaps of 9 %, and is this much smaller than torch's in between.
@@ -287,27 +290,31 @@ def _refuse_options(groups: Iterable[Mapping[str, Any]]) -> None:
                 raise ValueError(f"{name}=True is not supported with sparse gradients")
 
 
-def _note_clipping(reducer: AllReducer, named: Mapping[str, Tensor]) -> None:
-    """Keep moving averages of how large an average was, and is now that it is to be applied.
+def _moments(reducer: AllReducer) -> SecondMoments:
+    assert reducer.moments is not None  # only such reducers are looked for
+    return reducer.moments
 
-    The ranks' own squares are to be as small as clipping has made the averages.
+
+def _note_clipping(moments: SecondMoments, named: Mapping[str, Tensor]) -> None:
+    """Keep moving averages of an average's size, before and after clipping.
+
+    They scale the ranks' own squares in the same way.
     """
-    if reducer.probe is None or reducer.square_interval is None:
+    probe = moments.probe
+    if probe is None or moments.interval is None:
         return
-    name, average = reducer.probe
-    gradient = named[name].grad if name in named else None
+    gradient = named[probe.name].grad if probe.name in named else None
     if gradient is not None:
-        now = [_sum(t.double().square()) for t in (gradient, average)]
+        now = [_sum(t.double().square()) for t in (gradient, probe.average)]
         if not all(map(math.isfinite, now)):
             return
-        before = reducer.notes.get("clipping", now)
-        part = 1 / reducer.square_interval
-        reducer.notes["clipping"] = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
+        before, part = moments.clipping or now, 1 / moments.interval
+        moments.clipping = [a + part * (b - a) for a, b in zip(before, now, strict=True)]
 
 
 def _smooth(moment: Tensor, steps: float) -> bool:
-    """Make up for a second moment being of few steps: what an element has not shown yet is taken
-    from its row and its column, as in Adafactor. False where nothing is known at all."""
+    """Complete a second moment of few steps: mix each element with an estimate from its row and
+    its column, as in Adafactor. Returns False if nothing is known at all."""
     matrix = moment.reshape(moment.shape[0], -1) if moment.ndim > 1 else moment.reshape(1, -1)
     rows, columns, total = (_sums(matrix, dims) for dims in ([1], [0], [0, 1]))
     if not total > 0:
@@ -318,8 +325,8 @@ def _smooth(moment: Tensor, steps: float) -> bool:
 
 
 def _sums(values: Tensor, dims: Sequence[int]) -> Tensor:
-    """Over some dimensions, which are kept, of values that are not negative. As integers, so that
-    their order makes no difference and all ranks get the same, whatever their number of threads."""
+    """Sums of values that are not negative, over some dimensions, which are kept. They are sums of
+    integers, so all ranks get the same, with any number of threads."""
     largest = float(values.max())
     if not 0 < largest < math.inf:
         return torch.zeros([1] * values.ndim, dtype=torch.float64, device=values.device)
@@ -329,7 +336,7 @@ def _sums(values: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _sum(values: Tensor) -> float:
-    """Of all."""
+    """The sum of all values."""
     return float(_sums(values, range(values.ndim)))
 
 
@@ -389,58 +396,43 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, refresh_interval, **options)
 
 
-_new: weakref.WeakSet[AllReducer] = weakref.WeakSet()
-"""Reducers with which no optimizer has stepped yet."""
-_watched: weakref.WeakSet[AllReducer] = weakref.WeakSet()
-"""Reducers with whose sparse averages torch's Adam has not stepped yet."""
-_hooks: list[Any] = []
+_known: weakref.WeakSet[AllReducer] = weakref.WeakSet()
+"""Reducers with which an optimizer has stepped."""
+_advised: weakref.WeakSet[AllReducer] = weakref.WeakSet()
+"""Reducers with whose sparse averages torch's Adam has stepped."""
 
 
-def advise(reducer: AllReducer) -> None:
-    """Log a line when torch's Adam or AdamW first steps with sparse averages of this reducer, and
-    one when an optimizer goes on with training and compression does not."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_disable_dynamo(_look)))
-    _new.add(reducer)
-    _watched.add(reducer)
+def advise(optimizer: Optimizer, reducer: AllReducer) -> None:
+    """Log likely mistakes, once each; called before each step with a reducer's averages.
 
-
-def _look(optimizer: Optimizer, *_: Any) -> None:
-    """Before every step of any optimizer."""
-    if _new:
-        for reducer in _reducers_of(optimizer, _new):
-            _new.remove(reducer)
-            _look_for_earlier_steps(optimizer, reducer)
-    sparse = {reducer for reducer in _watched if reducer.sparse}
+    They are torch's Adam or AdamW with sparse averages, and an optimizer that goes on with training
+    although compression begins anew.
+    """
+    if reducer not in _known:
+        _known.add(reducer)
+        _look_for_earlier_steps(optimizer, reducer)
     plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-    if not sparse or not plain or isinstance(optimizer, _SparseAdam):
+    if not reducer.sparse or not plain or isinstance(optimizer, _SparseAdam):
         return
-    found = _reducers_of(optimizer, sparse)
-    _watched.difference_update(found)
-    if any(reducer.rank == 0 for reducer in found):
+    if reducer not in _advised and reducer.rank == 0:
         log.warning(
-            "torch's %s takes steps that are too small with sparse gradients: what has waited for "
-            "many steps looks like one large gradient to its second moment. oktopk.%s is the same "
-            "optimizer without this",
+            "torch's %s takes steps that are too small with sparse gradients: an entry that has "
+            "waited for many steps looks like one large gradient to its second moment. oktopk.%s "
+            "is the same optimizer without this",
             type(optimizer).__name__,
             "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam",
         )
-
-
-def _reducers_of(optimizer: Optimizer, some: Collection[AllReducer]) -> set[AllReducer]:
-    """Those of some reducers that average gradients of an optimizer's parameters."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return {pair[0] for p in parameters if (pair := reducer_of(p)) and pair[0] in some}
+    _advised.add(reducer)
 
 
 def _look_for_earlier_steps(optimizer: Optimizer, reducer: AllReducer) -> None:
-    """Where a framework has saved and loaded all but the compression, nothing else tells of it."""
+    """Warn if a framework may have saved and loaded everything but the compression."""
     if reducer.resumed or reducer.rank != 0:
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     mine = [p for p in parameters if (pair := reducer_of(p)) and pair[0] is reducer]
     states = [optimizer.state.get(p, {}) for p in mine]
-    steps = max(int(state.get("step", 0)) for state in states)
+    steps = max((int(state.get("step", 0)) for state in states), default=0)
     if steps or any(state.get("momentum_buffer") is not None for state in states):
         log.warning(
             "the optimizer has taken %s before, compression begins with empty residuals: if this "

@@ -4,13 +4,16 @@ A checkpoint is a folder on a file system that all ranks share:
 
     manifest.json             names the folder with the data, and the files in it
     data-1200-5f3a0b1c/       of step 1200
-        rank-0.pt ...         what differs between ranks: residuals, and whatever else is `own`
+        rank-0.pt ...         parts that differ between ranks: residuals and `own`
         shared.pt             what does not: model, optimizer, counters
+
+Where several groups of ranks hold a shard of the model each, each group's checkpoint is in a folder
+of its own inside, named by the shard.
 
 All data are written, and are safely on disk, before the manifest is replaced in one atomic
 operation. A crash at any moment leaves the old checkpoint or the new one. Data that no manifest
 names are removed by the next save. Whatever is read is checked, the manifest, the files, and the
-values in them: what is wrong is a ValueError on all ranks, and nothing has changed.
+values in them. A mistake is a ValueError on all ranks, and nothing has changed then.
 """
 
 from __future__ import annotations
@@ -29,8 +32,9 @@ from torch import Tensor
 from .core import disk, schema
 from .core.disk import MANIFEST
 from .core.reducer import AllReducer, log
-from .core.state import TENSORS, problem_of, redistribute, sharers, upgraded
+from .core.state import TENSORS, problem_of, redistribute, sharers
 from .core.transport import Operation
+from .core.upgrade import upgraded
 from .handle import Handle
 
 __all__ = ["MANIFEST", "Checkpoint", "DistributedCheckpoint", "load", "read_shared", "save"]
@@ -46,9 +50,9 @@ class Checkpoint:
     step: int
     """Steps taken when it was saved."""
     shared: Any
-    """As given to `save` on rank 0."""
+    """The value given to `save` on rank 0."""
     own: Any
-    """As given to `save` on this rank; None if it was saved by another number of ranks."""
+    """The value given to `save` on this rank; None if another number of ranks saved it."""
 
 
 def save(
@@ -74,15 +78,16 @@ def save(
         handle: from `attach` or `comm_hook`, or a DistributedOptimizer (its own optimizer's state
             goes to `shared`: `optimizer.optimizer.state_dict()`).
         shared: tensors and plain values that are the same on all ranks; rank 0's are saved.
-        own: such as are each rank's own, for example random states.
+        own: values that are each rank's own, for example random states.
         any_model: replace a checkpoint of other parameters, too; otherwise that is a ValueError.
     """
-    reducer, folder = _reducer(handle), Path(folder)
+    reducer = _reducer(handle)
+    folder = Path(folder) / reducer.shard
     state = reducer.state_dict(to_resume=True)
     data = folder / _new_name(reducer, folder, state, any_model)
     new: list[Path] = []
     files, problem = _write(data, new, state, shared, own)
-    written = reducer.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
+    written = reducer.peers.share(Operation.SAVE, json.dumps([problem, files]), _PATIENCE)
     answers = [json.loads(text) for text in written]
     problems = [problem for problem, _ in answers if problem]
     published = False
@@ -90,11 +95,11 @@ def save(
         files = {file: about for _, own_files in answers for file, about in own_files.items()}
         try:
             disk.publish(folder, disk.new_manifest(data.name, state, files))
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must hear of it
             problems, published = [_ascii(_said(error))], disk.names(folder, data.name)
     # Nobody goes on before the checkpoint is whole; and all hear if the manifest failed.
     text = f"{int(published)} {'; '.join(problems)[:900]}"
-    told = reducer.share(Operation.SAVE, text, _PATIENCE)[0]
+    told = reducer.peers.share(Operation.SAVE, text, _PATIENCE)[0]
     if told == "0":
         return
     if told.startswith("1"):
@@ -111,7 +116,7 @@ def _new_name(reducer: AllReducer, folder: Path, state: Mapping[str, Any], any_m
             f"{folder} holds a checkpoint of another model, with other parameters: save this one "
             "to a folder of its own. save(..., any_model=True) replaces the other one"
         )
-    text = reducer.share(Operation.SAVE, text)[0]
+    text = reducer.peers.share(Operation.SAVE, text)[0]
     if not disk.is_name(text):
         raise ValueError(text)
     return text
@@ -129,7 +134,7 @@ def _is_of_another(folder: Path, state: Mapping[str, Any]) -> bool:
 def _write(
     data: Path, new: list[Path], state: Mapping[str, Any], shared: Any, own: Any
 ) -> tuple[dict[str, Any], str | None]:
-    """Write this rank's files; what they are, and what went wrong.
+    """Write this rank's files; returns facts about them, and the error if there was one.
 
     Args:
         new: gets the folders that had to be made.
@@ -145,7 +150,7 @@ def _write(
         files = {path.name: disk.write(path, content, {"own": own})}
         if rank == 0:
             files[disk.SHARED] = disk.write(data / disk.SHARED, shared, {"shared": shared})
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any kind: the other ranks must hear of it
         return {}, _ascii(f"rank {rank} could not write to {data}: {_said(error)}", 480)
     return files, None
 
@@ -158,32 +163,33 @@ def load(
     On as many ranks as saved it, training continues bitwise as if it had not stopped. On another
     number, residuals are redistributed: the pending average, sum(residuals) / ranks, is the same.
 
-    Whatever is wrong is a ValueError on all ranks, and nothing has changed then.
+    Raises ValueError on all ranks if anything is wrong. Nothing has changed then.
 
     Args:
         folder: the same for all ranks.
         handle: attached to the same model, with the same algorithm.
-        strict: if False, take what fits: parameters that have no residual in the checkpoint begin
-            without, another algorithm begins with new thresholds, and a rank's missing file counts
-            as a residual of zero, so what was pending on that rank is lost. It is logged.
+        strict: if False, take the parts that fit, and log the others. Parameters that have no
+            residual in the checkpoint begin without. Another algorithm begins with new thresholds.
+            A rank's missing file counts as a residual of zero, so its pending values are lost.
     """
     reducer = _reducer(handle)
+    folder = Path(folder) / reducer.shard
     problem, name, found = None, "", Checkpoint(0, None, None)
     state: dict[str, Any] = {}
     try:
-        manifest = disk.read_manifest(Path(folder))
+        manifest = disk.read_manifest(folder)
         name = manifest["data"]
-        found, state = _found(Path(folder) / name, manifest, reducer, strict)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+        found, state = _found(folder / name, manifest, reducer, strict)
+    except Exception as error:  # of any kind: the other ranks must hear of it
         problem = _ascii(_said(error))
     here = _ascii(f"{folder} has {name}")
-    reducer.agree(Operation.LOAD, problem, here, "load from the same folder")
+    reducer.peers.agree(Operation.LOAD, problem, here, "load from the same folder")
     reducer.load_state_dict(state, strict)
     return found
 
 
 def read_shared(folder: str | os.PathLike[str]) -> Any:
-    """What was given to `save` as `shared`, for one process alone: to use a trained model, say."""
+    """The `shared` part of a checkpoint, for one process alone: to use a trained model, say."""
     manifest = disk.read_manifest(Path(folder))
     return disk.read(Path(folder) / manifest["data"], disk.SHARED, manifest)
 
@@ -191,7 +197,7 @@ def read_shared(folder: str | os.PathLike[str]) -> Any:
 def _found(
     data: Path, manifest: Mapping[str, Any], reducer: AllReducer, strict: bool
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """What a checkpoint has for this rank: to give back, and to load."""
+    """This rank's part of a checkpoint: the answer of `load`, and the state to load."""
     rank, size, ranks = reducer.rank, reducer.size, manifest["ranks"]
     shared = disk.read(data, disk.SHARED, manifest)
     contents = _contents(data, list(sharers(rank, size, ranks)), manifest, strict)
@@ -221,7 +227,7 @@ def _contents(
 
 
 def _content(data: Path, old: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank has written: `own`, and its state, `compression`, checked."""
+    """The file of a rank: `own`, and its checked state, `compression`."""
     content = disk.read(data, disk.rank_file(old), manifest)
     try:
         wrong = schema.record({"compression": schema.anything, "own": schema.anything})(content)
@@ -286,12 +292,12 @@ class DistributedCheckpoint:
         self._ranks = self._reducer.size
         self._squared: set[str] | None = None
         if checkpoint_id is not None:
-            self._ranks, self._squared = _saved_parts(checkpoint_id)
+            self._ranks, self._squared = _saved_parts(checkpoint_id, self._reducer.shard)
 
     def state_dict(self) -> dict[str, Any]:
-        """To save: this rank's state. To load: room for those of the old ranks it takes on."""
-        # Tensors of its own for each: what is loaded is written into them.
-        states = {_key(old): self._reducer.state_dict(to_resume=True) for old in self._olds()}
+        """To save: this rank's state. To load: room for the states that it takes over."""
+        # Each has its own tensors: loading writes into them.
+        states = {self._key(old): self._reducer.state_dict(to_resume=True) for old in self._olds()}
         if self._squared is not None:  # to load: those that are there
             for state in states.values():
                 state["squares"] = {
@@ -308,21 +314,22 @@ class DistributedCheckpoint:
             state = _of_rank(self._states(saved), reducer.rank, reducer.size, self._ranks)
         except ValueError as error:
             problem = _ascii(str(error))
-        reducer.agree(Operation.LOAD, problem, "", "load the same checkpoint")
+        reducer.peers.agree(Operation.LOAD, problem, "", "load the same checkpoint")
         reducer.load_state_dict(state)
 
+    def _key(self, rank: int) -> str:
+        return _key(rank, self._reducer.shard)
+
     def _olds(self) -> list[int]:
-        """The old ranks that this one takes on."""
+        """The old ranks whose states this one takes over."""
         return list(sharers(self._reducer.rank, self._reducer.size, self._ranks))
 
     def _states(self, saved: Any) -> dict[int, dict[str, Any]]:
-        wrong = schema.record({_key(old): schema.anything for old in self._olds()})(saved)
+        wrong = schema.record({self._key(old): schema.anything for old in self._olds()})(saved)
         if wrong:
             raise ValueError(f"this is not what a DistributedCheckpoint has saved: it{wrong}")
-        states = {old: _from_leaves(saved[_key(old)]) for old in self._olds()}
-        if self._squared is None and any(
-            s.get("moments") and not s["squares"] for s in states.values()
-        ):
+        states = {old: _from_leaves(saved[self._key(old)]) for old in self._olds()}
+        if self._squared is None and any(map(_lacks_squares, states.values())):
             raise ValueError(
                 "room for the sums of squares is missing: name the folder that is loaded from, "
                 "DistributedCheckpoint(handle, checkpoint_id)"
@@ -331,8 +338,8 @@ class DistributedCheckpoint:
         return {old: _checked(state, old, self._ranks, step) for old, state in states.items()}
 
 
-def _key(rank: int) -> str:
-    return f"oktopk-rank-{rank}"
+def _key(rank: int, shard: str = "") -> str:
+    return f"oktopk-{shard}-rank-{rank}" if shard else f"oktopk-rank-{rank}"
 
 
 def _as_leaves(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,22 +358,26 @@ def _from_leaves(leaves: Any) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"this is not what a DistributedCheckpoint has saved: a part{wrong}")
     rest = disk.parsed(parts.pop("rest"), "the state")
-    for bucket in rest["buckets"] if isinstance(rest.get("buckets"), list) else ():
-        bounds = bucket.get("boundaries") if isinstance(bucket, dict) else None
-        if not schema.several(schema.whole())(bounds):
-            bucket["boundaries"] = torch.tensor(bounds, dtype=torch.int64)
     return {**rest, **parts}
 
 
-def _saved_parts(checkpoint_id: str | os.PathLike[str]) -> tuple[int, set[str]]:
-    """How many ranks saved a checkpoint, and the parameters of which it has sums of squares."""
+def _lacks_squares(state: Mapping[str, Any]) -> bool:
+    """Whether an unchecked state has counters of squares, but no squares."""
+    moments = state.get("moments")
+    counted = isinstance(moments, Mapping) and moments.get("counters", moments)
+    return bool(counted) and not state["squares"]
+
+
+def _saved_parts(checkpoint_id: str | os.PathLike[str], shard: str) -> tuple[int, set[str]]:
+    """How many ranks saved a checkpoint, and the parameters that have sums of squares in it."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     names = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-    found = {match[1] for name in names if (match := re.search(r"oktopk-rank-(\d+)\.", name))}
+    prefix = re.escape(_key(0, shard)[:-1])
+    found = {match[1] for name in names if (match := re.search(rf"{prefix}(\d+)\.", name))}
     if not found:
         raise ValueError(f"{checkpoint_id} holds no compression state: was it saved with one?")
-    squares = (re.search(r"oktopk-rank-\d+\.squares\.(.+)", name) for name in names)
+    squares = (re.search(rf"{prefix}\d+\.squares\.(.+)", name) for name in names)
     return len(found), {match[1] for match in squares if match}
 
 
@@ -375,12 +386,12 @@ def _reducer(handle: Handle | AllReducer) -> AllReducer:
 
 
 def _said(error: Exception) -> str:
-    """What an error says; of one that is none of ours, its kind, too."""
+    """The text of an error, with its type if it is not one of ours."""
     ours = isinstance(error, ValueError) or type(error) is OSError
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _ascii(text: str, most: int = 900) -> str:
-    """A text that can travel, whatever is in it."""
+    """A text in printable ASCII, so that it can travel."""
     plain = text.encode("ascii", "backslashreplace").decode()[:most]
     return "".join(character if character.isprintable() else " " for character in plain)

@@ -1,7 +1,8 @@
 """The command line: `oktopk train`, `recipes`, `data`, `lab` and `bench`.
 
-A mistake of the user is one line and exit code 2; an interruption 130. What a subcommand needs is
-imported when it runs: extras are missed only where they are used, and help does not wait for torch.
+A mistake of the user is one line and exit code 2; an interruption is exit code 130. A command
+imports its modules when it runs: then a missing extra stops only the commands that need it, and
+help does not wait for torch.
 """
 
 from __future__ import annotations
@@ -11,34 +12,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from .common.errors import USER_ERROR, UserError, mistake
+from .common.flags import did_you_mean
 from .common.version import version_of
-from .train.config import options
-from .train.config.recipes import DEFAULT, RECIPES
 from .train.launch.place import place
-
-_TRAIN = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
-mpirun or srun has started them already.
-
-A value comes from the command line, else from the TOML file of --config, else from the recipe, else
-it is the default shown here. Without a recipe, {DEFAULT} is used; but with --dnn lstman4 the recipe
-lstman4, and with --dataset an4 the recipe an4. Flags may be spelled with underscores. Booleans are
-given as --augment, --augment false, or --no-augment.
-"""
-
-_TRAIN_EXAMPLES = """examples:
-  oktopk train                                 a few minutes, no download
-  oktopk train an4 --nworkers 4 --density 0.01
-  oktopk train an4 --resume auto               go on with the latest run
-  oktopk train --config runs/best/config.toml --seed 2
-  oktopk train --dnn lstman4 --dataset an4 --data-dir corpora --nworkers 2 --compressor oktopk
-  torchrun --standalone --nproc-per-node 4 -m oktopk train lstman4
-  mpirun -n 4 oktopk train lstman4
-  srun --ntasks 8 oktopk train lstman4
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,89 +75,45 @@ def _report(message: str) -> None:
     if here is None:
         print(message, file=sys.stderr)
         return
-    from .train.launch import launch
+    from .train.launch.meeting import report
 
-    launch.report(message, here)
+    report(message, here)
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _Parser(
-        prog="oktopk",
-        description="Communication-efficient training: sparse allreduce with error feedback.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"oktopk {version_of('oktopk')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a model",
-        description=_TRAIN,
-        epilog=_TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="oktopk train [RECIPE] [--config FILE] [--FLAG VALUE ...]",
-        allow_abbrev=False,
-    )
-    commands.add_parser("recipes", help="list the recipes of `oktopk train`", allow_abbrev=False)
-    data = commands.add_parser("data", help="get speech corpora ready", allow_abbrev=False)
-    lab = commands.add_parser(
-        "lab",
-        help="run a command on hosts of an emulated network",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="oktopk lab [--hosts N] [--rate RATE] [--delay DELAY] [--FLAG VALUE ...] -- COMMAND",
-        allow_abbrev=False,
-    )
-    bench = commands.add_parser(
-        "bench", help="compare ways to average gradients", allow_abbrev=False
-    )
-
-    command = arguments[0] if arguments else ""
-    if command == "train":
-        options.add_arguments(train)
-        arguments = ["train", *options.spell(arguments[1:])]
-    elif command == "data":
-        from .workloads.speech import command as data_command
-
-        data_command.add_arguments(data)
-    elif command == "lab":
-        from .lab.network import command as lab_command
-
-        lab_command.add_arguments(lab)
-        arguments, for_hosts = lab_command.split(arguments)
-    elif command == "bench":
-        from .lab.bench import command as bench_command
-
-        bench_command.add_arguments(bench)
-    elif command and not command.startswith("-") and command not in commands.choices:
-        close = options.did_you_mean(command, commands.choices)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in _COMMANDS:
+        return _COMMANDS[command][0](rest)
+    if command and not command.startswith("-"):
+        close = did_you_mean(command, _COMMANDS)
         raise UserError(f"unknown command {command}{close or '; `oktopk --help` lists them'}")
-    parsed = parser.parse_args(arguments)
-    if parsed.command == "train":
-        from .train.launch import launch
-
-        config, explicit = options.build(parsed)
-        return launch.run(config, explicit)
-    if parsed.command == "recipes":
-        return _list_recipes()
-    if parsed.command == "data":
-        return data_command.run(parsed)
-    if parsed.command == "lab":
-        return lab_command.run(parsed, for_hosts)
-    if parsed.command == "bench":
-        return bench_command.run(parsed)
+    parser = _Parser("", "Communication-efficient training: sparse allreduce with error feedback.")
+    parser.add_argument("--version", action="version", version=f"oktopk {version_of('oktopk')}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text)
+    parser.parse_args(arguments)
     parser.print_help()
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without repeating the usage. Subcommands inherit it."""
+def _train(arguments: list[str]) -> int:
+    from .train.config import options
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see `{self.prog} --help`)")
+    parser = _Parser("train", options.DESCRIPTION)
+    options.add_arguments(parser)
+    config, explicit = options.build(parser.parse_args(options.spell(arguments)))
+    from .train.launch.launch import run
+
+    return run(config, explicit)
 
 
-def _list_recipes() -> int:
+def _recipes(arguments: list[str]) -> int:
+    _Parser("recipes", "List the recipes of `oktopk train`.").parse_args(arguments)
     from rich.console import Console
     from rich.table import Table
+
+    from .workloads import RECIPES
 
     table = Table.grid(padding=(0, 3))
     for name, recipe in RECIPES.items():
@@ -185,3 +121,59 @@ def _list_recipes() -> int:
     Console().print(table)
     print("\n`oktopk train RECIPE` shows all values before it begins")
     return 0
+
+
+def _data(arguments: list[str]) -> int:
+    from .workloads import WORKLOADS
+
+    parser = _Parser(
+        "data", "Get corpora ready. Datasets that are not listed here need no command."
+    )
+    corpora = parser.add_subparsers(dest="corpus", metavar="CORPUS", required=True)
+    for workload in WORKLOADS:
+        workload.add_data_commands(corpora)
+    parsed = parser.parse_args(arguments)
+    code: int = parsed.run(parsed)
+    return code
+
+
+def _lab(arguments: list[str]) -> int:
+    from .lab.network import command
+
+    parser = _Parser("lab")
+    parser.usage = (
+        "oktopk lab [--hosts N] [--rate RATE] [--delay DELAY] [--FLAG VALUE ...] -- COMMAND"
+    )
+    command.add_arguments(parser)
+    own, for_hosts = command.split(arguments)
+    return command.run(parser.parse_args(own), for_hosts)
+
+
+def _bench(arguments: list[str]) -> int:
+    from .lab.bench import command
+
+    parser = _Parser("bench")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train a model"),
+    "recipes": (_recipes, "list the recipes of `oktopk train`"),
+    "data": (_data, "get corpora ready"),
+    "lab": (_lab, "run a command on hosts of an emulated network"),
+    "bench": (_bench, "compare ways to average gradients"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without repeating the usage."""
+
+    def __init__(self, command: str = "", description: str = "", **options: Any) -> None:
+        options = {"prog": f"oktopk {command}".rstrip(), **options}
+        formatter = argparse.RawDescriptionHelpFormatter
+        given = {"description": description, "formatter_class": formatter, "allow_abbrev": False}
+        super().__init__(**{**given, **options})
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see `{self.prog} --help`)")

@@ -32,7 +32,7 @@ Hook = Callable[["Compression", GradBucket], Future[Tensor]]
 
 
 class Compression(Handle):
-    """Compression of one DDP model: what `attach` returns, and the state of the hook."""
+    """Compression of one DDP model: the handle from `attach`, and the state of the hook."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Compression(Handle):
             options=options,
             may_be_unused=may_be_unused,
             may_be_left_out=self._leaves_out,
+            second_moments=True,
             trainer=trainer,
         )
         self._reducer: AllReducer | None = None
@@ -77,7 +78,6 @@ class Compression(Handle):
             named = self._parameters.items()
             self._frozen = [(name, p) for name, p in named if not p.requires_grad]
             self._reducer = self._begin([(name, p) for name, p in named if p.requires_grad])
-            advise(self._reducer)
         return self._reducer
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Compression(Handle):
         self.start().load_state_dict(state, strict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle and copy.deepcopy: a DDP model takes along what was given with its hook."""
+        """For pickle and copy.deepcopy: a DDP model copies the state of its hook."""
         return _of_a_copy, ()
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -119,7 +119,9 @@ class Compression(Handle):
         self._open = None if bucket.is_last() else buffer[:0]
         if self._end_watch is None:  # not before DDP has accepted the hook
             names = (name for bucket in reducer.buckets for name in bucket)
-            self._end_watch = watch(reducer, {name: self._parameters[name] for name in names})
+            self._end_watch = watch(
+                reducer, {name: self._parameters[name] for name in names}, advise
+            )
         if in_backward and (bucket.is_last() or self._leaves_out):
             # Not earlier: with `checkpoint(..., use_reentrant=True)` an earlier bucket may come in
             # a backward inside the backward, and its end is not that of the step. But where DDP
@@ -139,7 +141,7 @@ class Compression(Handle):
                 )
 
     def _gradients(self, bucket: GradBucket, buffer: Tensor) -> dict[str, Tensor]:
-        """By name. Slices of the buffer, not bucket.gradients(): flat, whatever the layout."""
+        """Gradients by name: slices of the buffer, which are flat for any layout."""
         parameters = bucket.parameters()
         try:
             names = [self._names[id(p)] for p in parameters]
@@ -158,11 +160,11 @@ class Compression(Handle):
         return not getattr(self._module(), "_divide_by_initial_world_size", True)
 
     def _end_for_others(self, reducer: AllReducer) -> None:
-        """In join(), for a rank without inputs. It does not step itself. Whether a NaN of another
-        one ends training is for that one to decide."""
+        """In join(), for a rank without inputs. It does not step. Another rank's NaN does not end
+        its training."""
         with contextlib.suppress(NonFiniteGradientError):
             reducer.wait()
-        reducer.stepped = True
+        reducer.usage.stepped = True
 
     def _at_end_of_backward(self, reducer: AllReducer) -> None:
         """Raise the communication thread's exception from backward() itself.
@@ -179,13 +181,14 @@ class Compression(Handle):
                 reducer.wait()
             except BaseException as error:
                 self._raise_later(queue_callback, error)
-            if reducer.leave_out and reducer.stepping:  # in a closure: nobody else would
+            usage = reducer.usage
+            if usage.leave_out and usage.stepping:  # in a closure: nobody else would
                 queue_callback(lambda: clear_skipped(reducer))
 
         queue_callback(wait)
 
     def _close_step(self, reducer: AllReducer) -> None:
-        """Where DDP has left out its last bucket, nobody has said that the step is complete."""
+        """Complete the step if DDP has left out its last bucket."""
         nothing, self._open = self._open, None
         if nothing is not None:
             has_data = True if self._counts_data() else None
@@ -200,7 +203,7 @@ class Compression(Handle):
 
 
 def _of_a_copy() -> None:
-    """What a copy of a model has instead of the handle: DDP does not copy its hook."""
+    """A copy of a model has None instead of the handle: DDP does not copy its hook."""
     log.warning(
         "a copy of a compressed DDP model is not compressed itself: it averages densely, unless "
         "you attach to it"
@@ -305,7 +308,7 @@ def _has_unused(module: nn.Module) -> bool:
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
-    """Refuse what would fail later, in a way that is hard to understand."""
+    """Refuse models that would fail later, in a way that is hard to understand."""
     problem = None
     if any(hasattr(p, "_in_backward_optimizers") for p in ddp.parameters()):
         problem = "an optimizer steps in backward (apply_optimizer_in_backward): step it afterwards"
@@ -331,9 +334,9 @@ def _check_group(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) 
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that DDP looks after, or will, in its order.
+    """The parameters that DDP averages, or will average, in its order.
 
-    Names are as the user's model has them, without what DDP and torch.compile put in front.
+    Names are those of the user's model, without the prefixes of DDP and torch.compile.
     """
     inner, ignored = module, getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     if isinstance(module, DistributedDataParallel):

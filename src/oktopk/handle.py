@@ -1,4 +1,4 @@
-"""What a user can do with compression while a model trains, with DDP and without it."""
+"""Controls of compression for users while a model trains, with DDP or without it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .core.stats import StepStats, Summary
 class Handle:
     """Controls of an AllReducer.
 
-    Setting `algorithm`, `start`, `detach`, `check_replicas` and loading a state are collective:
-    all ranks do it together.
+    `start`, `set_algorithm`, `detach`, `check_replicas` and loading a state are collective: all
+    ranks call them together.
     """
 
     @property
@@ -26,26 +26,25 @@ class Handle:
         """The engine; an error before `start`."""
 
     def start(self) -> AllReducer:
-        """Begin, unless that has been done. Only a handle from `comm_hook` begins later than it is
-        made: in the first backward, or when this or another collective method is called."""
+        """Begin, unless it has begun. Only a handle from `comm_hook` begins after its construction:
+        in the first backward, or when this or another collective method is called."""
         return self.reducer
 
     @abstractmethod
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
-        """What replicas must agree on."""
+        """The parameters that replicas must agree on."""
 
     @property
     def algorithm(self) -> Algorithm:
-        """Set it, on all ranks, to change density or algorithm; residuals carry over."""
         return self.reducer.algorithm
 
-    @algorithm.setter
-    def algorithm(self, algorithm: Algorithm) -> None:
-        self.start().algorithm = algorithm
+    def set_algorithm(self, algorithm: Algorithm) -> None:
+        """Go on with another density or algorithm. Collective, between steps; residuals stay."""
+        self.start().set_algorithm(algorithm)
 
     def detach(self) -> None:
-        """From now on dense. The next step also applies all that waits in the residuals."""
-        self.start().algorithm = Dense()
+        """Average densely from now on. The next step also applies all residuals."""
+        self.set_algorithm(Dense())
 
     def discard(self) -> None:
         """Take back the last step, exactly, because its averages are thrown away.
@@ -79,12 +78,12 @@ class Handle:
 
         By the time backward returns, it has been called. Returns a function that ends it.
         """
-        return self.reducer.subscribe(callback)
+        return self.reducer.events.subscribe(callback)
 
     def set_trainer(self, trainer: Any) -> None:
         """Append to the trainer's `sparsities`, `compression_ratios`, `communication_sizes`."""
-        self.reducer.set_trainer(trainer)
+        self.reducer.events.set_trainer(trainer)
 
     def check_replicas(self) -> None:
         """Raise ReplicaError, on all ranks, unless all have bitwise the same parameters."""
-        self.start().check_replicas(self._named_parameters())
+        self.start().peers.check_replicas(self._named_parameters())

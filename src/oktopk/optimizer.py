@@ -86,18 +86,20 @@ class DistributedOptimizer(Handle, Optimizer):
             group,
             settings,
             may_be_unused=True,
+            second_moments=True,
             trainer=trainer,
         )
-        advise(self._reducer)
         self._buckets = self._reducer.buckets
         names = (name for bucket in self._buckets for name in bucket)
-        self._end_watch = watch(self._reducer, {name: self._parameters[name] for name in names})
+        self._end_watch = watch(
+            self._reducer, {name: self._parameters[name] for name in names}, advise
+        )
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._strides = {name: torch.empty_like(p).stride() for name, p in self._parameters.items()}
         self._sync = True
         self._synchronized = False
         self._backward: int | None = None
-        """Which backward is under way, as autograd numbers them."""
+        """The number that autograd gave to the backward that is under way."""
         self._arrived: set[str] = set()
         self._submitted = 0
         # Weakly: parameters keep their hooks where the garbage collector does not look.
@@ -130,7 +132,7 @@ class DistributedOptimizer(Handle, Optimizer):
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Give all ranks the parameters of one. Collective; done once at the start."""
-        self.reducer.broadcast([p.detach() for p in self._parameters.values()], source)
+        self.reducer.peers.broadcast([p.detach() for p in self._parameters.values()], source)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -163,7 +165,7 @@ class DistributedOptimizer(Handle, Optimizer):
             self._submit()
 
     def _submit(self) -> None:
-        """Hand over the next bucket. All ranks do it in this order, whatever is ready first."""
+        """Hand over the next bucket. All ranks use this order, even if others are ready first."""
         gradients, absent = {}, []
         for name in self._buckets[self._submitted]:
             parameter = self._parameters[name]
@@ -176,9 +178,9 @@ class DistributedOptimizer(Handle, Optimizer):
         self.reducer.submit(gradients, next(iter(gradients.values())), last, absent)
 
     def synchronize(self) -> None:
-        """Until all gradients are averages; a rank that called no backward contributes zeros.
+        """Wait until all gradients are averages. A rank that called no backward contributes zeros.
 
-        Backward does this at its end, so there is no need to, unless it was not called.
+        Backward calls this at its end, so only a rank without a backward needs to.
         """
         if self._synchronized:
             return
@@ -195,10 +197,11 @@ class DistributedOptimizer(Handle, Optimizer):
         try:
             self.reducer.wait()
         except NonFiniteGradientError:
-            self._synchronized = True  # who catches it and steps moves nothing
+            self._synchronized = True  # a step after catching it moves nothing
             raise
         self._synchronized = True
-        if self.reducer.leave_out and self.reducer.stepping:  # in a closure: nobody else would
+        usage = self.reducer.usage
+        if usage.leave_out and usage.stepping:  # in a closure: nobody else would
             clear_skipped(self.reducer)
         for name in self.reducer.unused:
             self._parameters[name].grad = None
@@ -211,7 +214,8 @@ class DistributedOptimizer(Handle, Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the wrapped optimizer, on all ranks or, after a NaN or Inf, on none.
 
-        With a closure the optimizer decides itself what to do with what it gets.
+        With a closure, the wrapped optimizer is always called. After a skipped step it
+        finds no gradients.
         """
         result = None
         if closure is not None:
@@ -238,22 +242,25 @@ class DistributedOptimizer(Handle, Optimizer):
         return self.optimizer.state_dict() | {_KEY: self.reducer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Of a wrapped optimizer or, to begin with empty residuals, of a plain one."""
+        """Load the state of a wrapped optimizer, or of a plain one.
+
+        A plain one's has no residuals, so those here stay. In a new wrapper they are empty.
+        """
         has = _KEY in state_dict
         fix = "load the same kind of state"
-        self.reducer.agree(Operation.LOAD, None, f"{_KEY} in state_dict: {has}", fix)
+        self.reducer.peers.agree(Operation.LOAD, None, f"{_KEY} in state_dict: {has}", fix)
         inner = {key: value for key, value in state_dict.items() if key != _KEY}
         if has:
             self.reducer.load_state_dict(state_dict[_KEY], strict)
         else:
             log.warning("no compression in the optimizer's state: residuals stay as they are")
-            self.reducer.resumed = True  # all has been said
+            self.reducer.resumed = True  # no second warning
         problem = None
         try:
             self.optimizer.load_state_dict(inner)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must hear of it
             problem = f"the optimizer's own state does not fit: {error}"
-        self.reducer.agree(Operation.LOAD, problem, "", fix)
+        self.reducer.peers.agree(Operation.LOAD, problem, "", fix)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -291,7 +298,7 @@ class DistributedOptimizer(Handle, Optimizer):
 
 
 def _device(optimizer: Optimizer) -> torch.device | None:
-    """Of the first parameter; None if there is none, or if this is no optimizer."""
+    """The device of the first parameter; None if there is none, or if this is no optimizer."""
     groups = getattr(optimizer, "param_groups", ())
     return next((p.device for group in groups for p in group["params"]), None)
 
@@ -299,7 +306,7 @@ def _device(optimizer: Optimizer) -> torch.device | None:
 def _trained(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, nn.Parameter]:
-    """By name, the parameters that both sides have and that are to be trained."""
+    """The trained parameters that both sides have, by name."""
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     first = {id(p): name for name, p in reversed(named)}
     named = [(name, p) for name, p in named if first[id(p)] == name]  # tied ones once

@@ -7,11 +7,12 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from .base import Algorithm, State, Step
+from .base import Algorithm, Reduced, State
 from .dense import Dense
 from .gaussiank import Gaussiank
 from .gtopk import GTopk
 from .oktopk import OkTopk
+from .oktopk_variable import OkTopkVariable
 from .topka import TopkA
 from .topkdsa import TopkDSA
 
@@ -21,12 +22,14 @@ __all__ = [
     "GTopk",
     "Gaussiank",
     "OkTopk",
+    "OkTopkVariable",
+    "Reduced",
     "State",
-    "Step",
     "TopkA",
     "TopkDSA",
     "algorithm",
     "names",
+    "register",
 ]
 
 _BY_NAME: dict[str, Callable[..., Algorithm]] = {
@@ -38,6 +41,7 @@ _BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "gtopk": GTopk,
     "gaussiank": Gaussiank,
     "oktopk": OkTopk,
+    "oktopk-variable": OkTopkVariable,
 }
 _ALIASES = {"none": "dense", "topksa": "topkdsa"}
 
@@ -45,6 +49,11 @@ _ALIASES = {"none": "dense", "topksa": "topkdsa"}
 def names() -> list[str]:
     """The names that `algorithm` knows, without aliases."""
     return list(_BY_NAME)
+
+
+def register(name: str, make: type[Algorithm]) -> None:
+    """Let `algorithm` find one of your own by name. Every process must do it, before it is used."""
+    _BY_NAME[name.lower()] = make
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:

@@ -1,31 +1,113 @@
-"""What every algorithm is and what it works on.
+"""An algorithm: a configuration, a state of its own, and one function.
 
-An algorithm is a frozen configuration with one method, `reduce`. What it remembers between
-steps is in a `State`; what it works on in one step is a `Step`. Nothing is committed until all
-of a step has succeeded: `Step` holds copies, and an error leaves the old state.
+    state = algorithm.init()
+    reduced, state = algorithm.reduce(state, accumulator, comm)
+
+The configuration is a frozen dataclass. `reduce` is value in, value out: it returns the sums over
+ranks and the state for the next step, and changes nothing that outlives a failed step. Memory,
+rounding to 16 bits, statistics and the decision to commit belong to the transaction around it, in
+core/reduction.py.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Generic
 
-import torch
 from torch import Tensor
+from typing_extensions import Self, TypeVar
 
-from ..core.select import TOLERANCE, Carried, aim, keep_from, kth_largest, select, smallest
-from ..core.stats import Stopwatch
-from ..core.transport import PeerError, Transport
-from ..kernels import for_device
-from ..kernels.reference import index_dtype
-from ..wire.message import FORMATS, DamagedMessageError, Entries, Wire
+from ..core import schema
+from ..core.accumulator import Accumulator
+from ..core.comm import Comm
+from ..core.select import TREND_LIMIT, Carried
+from ..core.upgrade import OLD_FIELDS
+from ..wire.message import FORMATS, Entries
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class State:
+    """The memory of an algorithm between sparse steps: empty, unless a subclass adds fields.
+
+    A field is a whole number from 0 on, a float, a flag, a `Carried` threshold or a tuple of region
+    boundaries, and has a default. All fields are the same on every rank, except `local`. A subclass
+    with other fields overrides the methods; the values that it saves must be plain.
+    """
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, to save."""
+        return {knob.name: _plain(getattr(self, knob.name)) for knob in fields(self)}
+
+    def loaded(self, saved: Mapping[str, Any], size: int) -> Self:
+        """The saved state, for `size` ranks. Regions of another number of ranks are cut anew."""
+        values = self._own(saved)
+        for name, value in values.items():
+            if isinstance(getattr(self, name), Carried):
+                values[name] = Carried(float(value[0]), float(value[1]))
+            elif isinstance(getattr(self, name), tuple):
+                values[name] = tuple(value) if len(value) == size + 1 else ()
+        return dataclasses.replace(self, **values)
+
+    def problem(self, saved: Mapping[str, Any], numel: int) -> str | None:
+        """Why a saved state does not fit, if it does not."""
+        checks = {knob.name: _check(getattr(self, knob.name), numel) for knob in fields(self)}
+        return schema.record(checks)(self._own(saved))
+
+    def _own(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of this class. Before version 0.2 all algorithms saved the same fields."""
+        names = [knob.name for knob in fields(self)]
+        if saved.keys() != set(OLD_FIELDS):
+            return dict(saved)
+        return {name: value for name, value in saved.items() if name in names}
+
+    def shared(self) -> dict[str, Any]:
+        """The values that must be the same on all ranks."""
+        return {name: value for name, value in self.as_dict().items() if name != "local"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Carried):
+        return [value.value, value.trend]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _check(value: Any, numel: int) -> schema.Check:
+    if isinstance(value, Carried):  # infinity: no threshold yet
+        least, trend = schema.number(0, finite=False), schema.number(-TREND_LIMIT, TREND_LIMIT)
+        return schema.pair(least, trend)
+    if isinstance(value, bool):
+        return schema.flag
+    if isinstance(value, float):
+        return schema.number(finite=False)
+    return schema.regions(numel) if isinstance(value, tuple) else schema.whole()
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The result of a reduction."""
+
+    sums: Entries | Tensor
+    """The sums over ranks, bitwise the same on every rank: entries, or all elements."""
+    residual: Tensor | None
+    """The values that this rank keeps for later steps; None: nothing."""
+    offered: int
+    """Entries that this rank offered."""
+    local_threshold: float = 0.0
+    """Magnitude that all offered entries reach."""
+    global_threshold: float = 0.0
+    """Magnitude that all applied sums reach; 0 where there is no such limit."""
+    overflow: int = 0
+    """Entries that this rank held back because a message had no room for them."""
+
+
+S = TypeVar("S", bound=State, default=Any)
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC, Generic[S]):
     """Configuration of a reduction. Subclasses add their own knobs."""
 
     density: float = 0.02
@@ -36,12 +118,12 @@ class Algorithm(ABC):
     """Densities to pass through after the warm-up, such as (0.25, 0.06), `ramp_steps` each."""
     ramp_steps: int = field(default=64, kw_only=True)
     wire: str = field(default="int8", kw_only=True)
-    """How entries travel: plain, float32, bfloat16, float16 or int8; see wire.py."""
+    """How entries travel: plain, float32, bfloat16, float16 or int8; see wire/."""
 
     def __post_init__(self) -> None:
         for knob in fields(self):  # numpy's numbers could not be saved
-            object.__setattr__(self, knob.name, _plain(getattr(self, knob.name)))
-        object.__setattr__(self, "ramp", tuple(map(_plain, self.ramp)))
+            object.__setattr__(self, knob.name, _native(getattr(self, knob.name)))
+        object.__setattr__(self, "ramp", tuple(map(_native, self.ramp)))
         for density in (self.density, *self.ramp):
             if not (isinstance(density, int | float) and 0 < density <= 1):
                 raise ValueError(
@@ -53,28 +135,36 @@ class Algorithm(ABC):
         for knob in fields(self):
             value = getattr(self, knob.name)
             least = 0 if knob.name == "warmup_steps" else 1
-            if knob.type == "int" and not (type(value) is int and value >= least):
+            if knob.type in (int, "int") and not (type(value) is int and value >= least):
                 raise ValueError(
                     f"{knob.name} is {value!r}, but must be a whole number, at least {least}"
                 )
 
     def density_at(self, step: int) -> float:
-        """The density asked for in a step that is not dense."""
+        """The density to reach in a step that is not dense."""
         stage = (step - self.warmup_steps) // self.ramp_steps
         return self.ramp[stage] if 0 <= stage < len(self.ramp) else self.density
 
     def target(self, numel: int, step: int | None = None) -> int:
-        """k, the number of entries to apply: in one step, or at last, after any ramp."""
+        """k, the number of entries to apply: in one step or, without a step, after any ramp."""
         density = self.density if step is None else self.density_at(step)
         return max(1, round(density * numel))
 
     @abstractmethod
-    def reduce(self, step: Step) -> Entries | Tensor:
-        """Sum over ranks what this step applies: entries, or a dense tensor.
+    def init(self) -> S:
+        """The state before the first sparse step."""
 
-        The sum is bitwise the same on every rank. `step.accumulated` is left as the residual
-        to keep, unless the result is dense: then all was applied and nothing is kept. Only
-        `step.merge` may write to `step.out`; nothing else that outlives the step may be changed.
+    @abstractmethod
+    def reduce(self, state: S, acc: Accumulator, comm: Comm) -> tuple[Reduced, S]:
+        """Sum over ranks the entries that this step applies, or all elements.
+
+        Args:
+            state: from `init`, or from the last step that was committed. It is not changed.
+            acc: this rank's residual and gradient. `acc.values` is left as the residual to keep.
+            comm: the other ranks. At the end, `comm.finite` must be the same on all ranks.
+
+        Returns:
+            The result, and the state for the next step, of the same type as that of `init`.
         """
 
     @abstractmethod
@@ -82,257 +172,5 @@ class Algorithm(ABC):
         """Most words that a rank sends in a step on average; an index or a value is a word."""
 
 
-def _plain(value: Any) -> Any:
+def _native(value: Any) -> Any:
     return float(value) if isinstance(value, float) else value
-
-
-@dataclass
-class State:
-    """What is remembered from step to step, besides the residual."""
-
-    step: int = 0
-    """Steps so far, dense, sparse and skipped."""
-    skipped: int = 0
-    """Of these, the skipped ones: they count neither for the warm-up nor for a ramp."""
-    sparse_steps: int = 0
-    """Sparse steps taken."""
-    local: Carried = field(default_factory=Carried)
-    """Threshold of this rank's own values."""
-    total: Carried = field(default_factory=Carried)
-    """Threshold of the sums over ranks, the same on every rank."""
-    clean: bool = True
-    """Whether the residual is known to be all zeros."""
-    boundaries: tuple[int, ...] = ()
-    """Region j is boundaries[j] to boundaries[j + 1]; empty before the first sparse step."""
-
-
-class Buffers:
-    """Memory that is kept for the next step; its content is not."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.accumulated = torch.empty(numel, dtype=dtype, device=device)
-        self.velocity = torch.empty(0, dtype=dtype, device=device)
-
-
-@dataclass
-class Momentum:
-    """DGC's momentum correction: each rank sums velocities, not gradients, before it selects."""
-
-    factor: float
-    velocity: Tensor
-    """Of the last step; a step writes its own elsewhere."""
-
-
-class Step:
-    """One reduction in progress.
-
-    Args:
-        gradient: flat parts, one after the other the vector that is reduced.
-        out: where the average goes: parts of the same sizes, or the same parts.
-        wire: how entries travel.
-        factor: multiplies the gradient when it enters.
-    """
-
-    def __init__(
-        self,
-        gradient: Sequence[Tensor],
-        out: Sequence[Tensor],
-        residual: Tensor,
-        target: int,
-        state: State,
-        transport: Transport,
-        buffers: Buffers,
-        wire: str,
-        factor: float = 1.0,
-        momentum: Momentum | None = None,
-    ) -> None:
-        self.gradient = gradient
-        self.out = out
-        self.residual = residual
-        self.target = target
-        self.state = state
-        self.transport = transport
-        self.buffers = buffers
-        self.factor = factor
-        self.momentum = momentum
-        self.accumulated = buffers.accumulated
-        self.kernels = for_device(residual.device)
-        self.wire = Wire(wire, index_dtype(residual.numel()), residual.dtype)
-        self.time = Stopwatch()
-        self.selected_local = residual.numel()
-        self.local_threshold = self.global_threshold = 0.0
-        self.finite = True
-        """Whether all values are finite: of this rank at first, of all ranks at the end."""
-        self.reduced: Entries | Tensor | None = None
-        """What the algorithm returned."""
-        self.applied: list[int] = []
-        """Entries applied in each part, where the values are finite."""
-        self.overflow = 0
-        """Entries that this rank held back because a message had no room for them."""
-        self._lost = False
-        self._bad_parts: list[int] | None = None
-
-    def accumulate(self, threshold: float) -> Entries:
-        """accumulated = residual + gradient, and its entries that reach the threshold."""
-        with self.time("accumulate"):
-            threshold = max(threshold, smallest(self.residual.dtype))
-            parts = self.gradient if self._as_it_is else [self._prepare()]
-            indices, values, finite = self.kernels.accumulate(
-                self.residual, parts, self.accumulated, threshold
-            )
-            self.finite = all(finite)
-            if self._as_it_is:
-                self._bad_parts = [number for number, fine in enumerate(finite) if not fine]
-        return Entries(indices, values)
-
-    def merge(self) -> Tensor:
-        """residual + gradient as one tensor that may be summed in place."""
-        with self.time("accumulate"):
-            if not self.state.clean:
-                self.accumulate(math.inf)
-                return self.accumulated
-            if self._as_it_is and len(self.out) == 1 == len(self.gradient):
-                # Nothing to copy where they are the same.
-                self._lost = self.out[0].data_ptr() == self.gradient[0].data_ptr()
-                return self.out[0].copy_(self.gradient[0])
-            prepared = self._prepare()
-            # Velocities must not be summed in place: the next step needs them.
-            return prepared if self.momentum is None else self.accumulated.copy_(prepared)
-
-    def nonfinite_parts(self) -> list[int] | None:
-        """The parts of this rank's gradient with a NaN or Inf; None if it has been overwritten."""
-        if self._bad_parts is not None:
-            return self._bad_parts
-        if self._lost:
-            return None
-        parts = enumerate(self.gradient)
-        return [index for index, part in parts if not bool(torch.isfinite(part).all())]
-
-    @property
-    def _as_it_is(self) -> bool:
-        """Whether the gradient needs no change before it is added to the residual."""
-        same_type = all(part.dtype == self.residual.dtype for part in self.gradient)
-        return same_type and self.factor == 1.0 and self.momentum is None
-
-    def _prepare(self) -> Tensor:
-        """The gradient in one piece, in the residual's type, times `factor`, with momentum."""
-        prepared = self.accumulated if self.momentum is None else self.buffers.velocity
-        for here, part in slices(self.gradient):
-            prepared[here].copy_(part)
-        if self.factor != 1.0:
-            prepared.mul_(self.factor)
-        if self.momentum is not None:
-            prepared.add_(self.momentum.velocity, alpha=self.momentum.factor)
-        return prepared
-
-    def check(self, sums: Entries) -> None:
-        """Notice finite values whose sum is not, before it is rounded to something that is."""
-        if len(sums) and not math.isfinite(float(sums.values.abs().max())):
-            self.finite = False
-
-    def trade(self, rows: list[list[int]]) -> list[list[int]]:
-        """rows[j], a few numbers, goes to rank j; returns what each rank had for this one.
-
-        Along with them ranks tell each other whether their values are finite, so that to agree
-        on this costs no message of its own. Until the step is committed, a NaN does no harm.
-        """
-        traded = self.transport.trade_numbers([[*row, self.finite] for row in rows])
-        self.finite = all(row[-1] for row in traded)
-        return [row[:-1] for row in traded]
-
-    def share(self, count: int, size: int = 0) -> tuple[list[int], list[int]]:
-        """Every rank's count, and every rank's size, in rank order."""
-        shared = self.trade([[count, size]] * self.transport.size)
-        for source, (number, _) in enumerate(shared):
-            if not 0 <= number <= self.residual.numel():
-                raise self.damaged(source, f"it says that there are {number} entries")
-        return [row[0] for row in shared], [row[1] for row in shared]
-
-    def decode(
-        self,
-        message: Tensor,
-        source: int,
-        low: int = 0,
-        high: int | None = None,
-        added: int = 0,
-        wire: Wire | None = None,
-    ) -> tuple[Entries, list[int]]:
-        """A message of rank `source`: entries of elements `low` to `high`, and numbers added.
-
-        If numbers are added, the first one tells whether the sender's values are finite. If none
-        are, ranks have traded this before.
-        """
-        wire = wire or self.wire
-        try:
-            high = self.residual.numel() if high is None else high
-            entries, numbers = wire.decode(message, low, high, added)
-        except DamagedMessageError as error:
-            raise self.damaged(source, str(error)) from error
-        said_finite = numbers[0] if numbers else self.finite
-        # All values of int8 are finite.
-        if said_finite and wire.format != "int8" and not _all_finite(entries.values):
-            raise self.damaged(source, "it has a NaN or Inf, of which its sender did not know")
-        return entries, numbers
-
-    def damaged(self, source: int, why: str) -> PeerError:
-        """The error to raise because of a message that cannot be right."""
-        return PeerError(
-            f"rank {self.transport.rank} of {self.transport.size}: a message from rank {source} is "
-            f"damaged: {why}. Nothing was applied on this rank. Look for a faulty link or faulty "
-            "memory, make sure that all ranks run the same version, and restart all from the last "
-            "checkpoint"
-        )
-
-    def offer(self, exact: bool) -> Entries:
-        """Accumulate, and select the k largest entries of this rank, or at least 0.9 k of them.
-
-        One pass finds the candidates, by the carried threshold; the k largest are picked from
-        them. Only where there are too few candidates (fewer than k if `exact`, else fewer than
-        0.9 k), all elements are looked at again for the exact threshold.
-        """
-        k, numel, threshold = self.target, self.accumulated.numel(), self.state.local.value
-        if k == numel:
-            threshold = 0.0
-        wanted = aim(k, numel)
-        candidates = self.accumulate(threshold)
-        with self.time("select"):
-            if len(candidates) < (k if exact else (1 - TOLERANCE) * k) and threshold > 0:
-                threshold, _ = kth_largest(self.accumulated, wanted)
-                candidates = select(self.accumulated, threshold)
-            entries, self.local_threshold, right = keep_from(candidates, threshold, k, wanted)
-        self.selected_local = len(entries)
-        self.state.local = self.state.local.after(right)
-        return entries
-
-    def clear(self, sent: Entries, applied: Entries) -> None:
-        """Forget what this rank contributed to what all applied; the rest stays in the residual.
-
-        Args:
-            sent: what this rank offered, with the values that others have read.
-        """
-        with self.time("apply"):
-            take = self.kernels.take_common
-            take(self.accumulated, sent.indices, sent.values, applied.indices)
-            if self.momentum is not None:  # what was applied must not be pushed on: factor masking
-                velocity = self.buffers.velocity
-                take(velocity, sent.indices, velocity[sent.indices], applied.indices)
-
-    def keep_rounding(self, exact: Entries, sent: Tensor, applied: Entries) -> None:
-        """Keep what the sums that this rank sent lost by being rounded, where they were applied."""
-        if sent is not exact.values:
-            with self.time("apply"):
-                lost = sent - exact.values
-                self.kernels.take_common(self.accumulated, exact.indices, lost, applied.indices)
-
-
-def slices(parts: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Each part, and where it is in the vector that they make together."""
-    start = 0
-    for part in parts:
-        yield slice(start, start + part.numel()), part
-        start += part.numel()
-
-
-def _all_finite(values: Tensor) -> bool:
-    """A sum is finite only if all values are, and is the fastest to see."""
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())

@@ -7,27 +7,30 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
+from torch import Tensor
 
+from ..core.accumulator import Accumulator
+from ..core.comm import Comm
 from ..core.select import keep_largest, select
 from ..wire.message import Entries
-from .base import Algorithm, Step
+from .base import Algorithm, Reduced, State
 from .exchange import gather_sum
 
 _CORRECTIONS = 4
 
 
 @dataclass(frozen=True)
-class Gaussiank(Algorithm):
+class Gaussiank(Algorithm[State]):
     """Guess the threshold from the size of the values, then go on as TopkA does.
 
     1. Accumulate, and fit a normal distribution with mean 0: sigma is the root mean square.
     2. Select |acc| >= sigma_scale * sigma.
     3. Up to four times: if that gave fewer than 2k/3 entries halve the threshold, if more than
        4k/3 raise it by half (between two that were tried, take their geometric mean), and select
-       again. Of too many in the end, the k largest are kept; too few are accepted, unless
-       another threshold had given too many.
+       again. Of too many in the end, the k largest are kept. Too few are accepted, unless another
+       threshold had given too many.
     4. Allgather and sum as TopkA does.
-    5. Clear what was offered and applied from the residual.
+    5. Clear the applied entries from the residual.
     """
 
     sigma_scale: float | None = None
@@ -41,16 +44,19 @@ class Gaussiank(Algorithm):
                 "exceeds 2.5 standard deviations, None derives it from the density"
             )
 
-    def reduce(self, step: Step) -> Entries:
-        step.accumulate(math.inf)
-        with step.time("select"):
-            local = self._select(step)
-        sent, applied = gather_sum(step, local)
-        step.clear(sent, applied)
-        return applied
+    def init(self) -> State:
+        return State()
 
-    def _select(self, step: Step) -> Entries:
-        k, acc = step.target, step.accumulated
+    def reduce(self, state: State, acc: Accumulator, comm: Comm) -> tuple[Reduced, State]:
+        acc.accumulate(math.inf)
+        with comm.time("select"):
+            offered, threshold = self._select(acc.values, acc.k)
+        sent, applied = gather_sum(comm, offered)
+        acc.clear(sent, applied)
+        return Reduced(applied, acc.values, len(offered), threshold), state
+
+    def _select(self, acc: Tensor, k: int) -> tuple[Entries, float]:
+        """Steps 1 to 3."""
         scale = self.sigma_scale
         if scale is None:
             scale = NormalDist().inv_cdf(1 - k / acc.numel() / 2)
@@ -76,8 +82,7 @@ class Gaussiank(Algorithm):
             entries = select(acc, low)
         if len(entries) > k * 4 / 3:
             entries, threshold = keep_largest(entries, k)
-        step.selected_local, step.local_threshold = len(entries), threshold
-        return entries
+        return entries, threshold
 
     def words(self, numel: int, size: int) -> float:
         """2k(P-1), with up to a third more entries than asked for"""

@@ -1,4 +1,4 @@
-"""Where corpora are kept that have no folder of their own, and folders as users name them."""
+"""The cache, for corpora without a folder of their own; and paths as users write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import UserError
 
 
 def cache_dir() -> Path:
-    """`$OKTOPK_CACHE`, or else `oktopk` in the user's cache folder. It may not exist yet."""
+    """`$OKTOPK_CACHE`, or `oktopk` in the user's cache folder. It may not exist yet."""
     own = os.environ.get("OKTOPK_CACHE")
     common = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expanded(own or os.path.join(common, "oktopk"))
@@ -21,7 +21,7 @@ def cache_dir() -> Path:
 
 
 def expanded(path: str) -> Path:
-    """A path as it was written, with `~` for a home."""
+    """A path as the user wrote it, with `~` replaced by a home."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Mistakes that a user can mend."""
+"""Mistakes that a user can fix."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from . import host as room
 
 USER_ERROR = 2
 """The exit code for them."""
+INSTALL = "pip install 'oktopk[train]'"
+"""Gets all packages that `oktopk train` needs."""
 
 _OF_THE_SYSTEM = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP),
@@ -17,9 +19,9 @@ _OF_THE_SYSTEM = {
 
 
 class UserError(Exception):
-    """A mistake that a user can mend; shown as one line, without a traceback.
+    """A mistake that a user can fix. It is shown as one line, without a traceback.
 
-    Names of files and contents of damaged ones can hold any character, so the message is made
+    File names, and contents of damaged files, can hold any character, so the message is made
     printable.
     """
 
@@ -28,7 +30,7 @@ class UserError(Exception):
 
 
 def mistake(error: BaseException) -> str:
-    """The line to show if a user can mend it; nothing if the fault is ours, or nobody knows."""
+    """The line to show if a user can fix the error; empty if it may be a fault of the library."""
     if isinstance(error, UserError):
         return str(error)
     if lack := room.shortage(error):
@@ -44,15 +46,15 @@ def mistake(error: BaseException) -> str:
 
 
 def _missing_package(error: ImportError) -> str:
-    """What to install; nothing if it is no package that is missing, but a module of our own."""
+    """Says what to install; empty if one of our own modules is missing instead of a package."""
     name = (error.name or "").partition(".")[0]
     if not name or name == "oktopk":
         return ""
-    return f"the package {name} is missing or broken ({error}): pip install 'oktopk[speech]'"
+    return f"the package {name} is missing or broken ({error}): {INSTALL}"
 
 
 def printable(text: str) -> str:
-    """The text on one line, with escapes for what no terminal can show.
+    """The text on one line, with escapes for characters that no terminal can show.
 
     A byte of a file name that is not UTF-8 becomes `\\xff`, a line break `\\n`.
     """

@@ -1,19 +1,17 @@
-"""Packages that only training needs, imported when they are used."""
+"""Packages that only training needs. They are imported when they are used."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from .errors import UserError
-
-INSTALL = "pip install 'oktopk[speech]'"
+from .errors import INSTALL, UserError
 
 
 def need(module: str) -> Any:
     """The module, or one line that says how to get it.
 
-    An OSError is a package without the C library that it wraps.
+    An OSError means that a package lacks the C library that it wraps.
     """
     try:
         return importlib.import_module(module)

@@ -1,13 +1,13 @@
-"""Numbers as people read them, and a configuration as TOML."""
+"""Numbers as people read them, tables of them, and a configuration as TOML."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 NOTHING = "-"
-"""Stands where there is no number."""
+"""Stands for a missing number."""
 
 
 def number(value: float) -> str:
@@ -27,17 +27,24 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if math.isfinite(value) else NOTHING
 
 
+def digits(value: float | None) -> str:
+    """A measurement, to three digits: `0.0123`, `31.4`, `12,345`."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def byte_size(size: float) -> str:
     """Bytes in powers of 1000: `1.2 MB`, `110 MB`."""
     if not math.isfinite(size):
         return NOTHING
     units = ["B", "kB", "MB", "GB", "TB"]
-    # What would be rounded to 1000 is one of the next unit.
+    # 999.5 would be rounded to 1000, which is 1 of the next unit.
     while abs(size) >= 999.5 and len(units) > 1:
         size /= 1000
         del units[0]
-    digits = 0 if units[0] == "B" or abs(size) >= 99.95 else 1
-    return f"{size:.{digits}f} {units[0]}"
+    places = 0 if units[0] == "B" or abs(size) >= 99.95 else 1
+    return f"{size:.{places}f} {units[0]}"
 
 
 def duration(seconds: float) -> str:
@@ -54,13 +61,13 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float) -> str:
-    """`98.0%`; `100.0%` only if it is all."""
+    """`98.0%`; `100.0%` only for exactly 1."""
     if not math.isfinite(share):
         return NOTHING
-    digits = 1
-    while share < 1 and digits < 4 and round(share * 100, digits) == 100:
-        digits += 1
-    return f"{share * 100:.{digits}f}%"
+    places = 1
+    while share < 1 and places < 4 and round(share * 100, places) == 100:
+        places += 1
+    return f"{share * 100:.{places}f}%"
 
 
 def ratio(value: float) -> str:
@@ -75,6 +82,18 @@ def plural(value: int, noun: str) -> str:
     return f"{count(value)} {noun}" + ("" if value == 1 else "s")
 
 
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of aligned columns: the first `left` of them to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def toml(values: Mapping[str, str | int | float | bool]) -> str:
     """Flat values as a TOML document. Names must be letters, digits, - and _."""
     return "".join(f"{name} = {_toml_value(value)}\n" for name, value in values.items())
@@ -84,6 +103,6 @@ def _toml_value(value: str | int | float | bool) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
-        return repr(value)  # also 1e-05, inf and nan are as TOML has them
-    # JSON escapes as TOML does, but leaves DEL as it is, which TOML forbids.
+        return repr(value)  # Python writes 1e-05, inf and nan as TOML does
+    # JSON escapes as TOML does, except for DEL, which TOML forbids.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,18 +1,20 @@
-"""What is read from files, as dataclasses: all fields are there, of their types, and finite.
+"""JSON as dataclasses: files and messages are checked where they are read.
 
-A file may be damaged, or somebody else's. `read` raises OSError, `parse` and `build` raise
-ValueError, with a message that says what is wrong, and none of them anything else.
+A file may be damaged, or somebody else's. `read` raises OSError, and `parse` and `build` raise
+ValueError, with a message that says what is wrong. They raise nothing else. After `build`, all
+fields are there, of their types, and finite.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import stat
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
-_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _SHOWN = 40
 _LARGEST = 1 << 24
 
@@ -44,8 +46,19 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def plain(value: Any) -> Any:
+    """The reverse of `build`: values that JSON has. Numbers that are not finite become null."""
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def build(kind: type[T], values: object, where: str = "") -> T:
-    """A dataclass from the values of its fields. Further values are left out.
+    """A dataclass from the values of its fields. Values without a field are ignored.
 
     Args:
         where: comes before the names of fields in messages.
@@ -77,10 +90,10 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 def _convert(hint: Any, value: object, name: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (Union, types.UnionType):
-        if value is None and types.NoneType in inner:
-            return None
-        return _convert(next(each for each in inner if each is not types.NoneType), value, name)
+        return _one_of(inner, value, name)
     if is_dataclass(hint):
         return build(hint, value, name + ".")  # type: ignore[arg-type]
     if origin in (list, tuple):
@@ -95,16 +108,35 @@ def _convert(hint: Any, value: object, name: str) -> Any:
     return _scalar(hint, value, name)
 
 
+def _one_of(hints: Sequence[Any], value: object, name: str) -> Any:
+    """A value of the only type, or of the first of several simple types that it fits."""
+    if value is None and types.NoneType in hints:
+        return None
+    kinds = [each for each in hints if each is not types.NoneType]
+    if len(kinds) == 1:
+        return _convert(kinds[0], value, name)
+    for kind in kinds:
+        with contextlib.suppress(ValueError):
+            return _scalar(kind, value, name)
+    wanted = " or ".join(KINDS[kind] for kind in kinds)
+    raise ValueError(f"{name} is {_show(value)}, but must be {wanted}")
+
+
 def _scalar(hint: type, value: object, name: str) -> Any:
     if hint is float and type(value) is int:
-        value = float(value) if abs(value) < 1 << 1000 else math.inf
+        value = as_float(value)
     if type(value) is not hint or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{name} is {_show(value)}, but must be {_NAMES[hint]}")
+        raise ValueError(f"{name} is {_show(value)}, but must be {KINDS[hint]}")
     return value
 
 
+def as_float(value: int) -> float:
+    """The same, or infinity: JSON and TOML may have whole numbers that no float can hold."""
+    return float(value) if abs(value) < 1 << 1000 else math.inf
+
+
 def _show(value: object) -> str:
-    """The beginning of a value; of a list or an object only what it is."""
+    """The beginning of a value; a list or an object is only named."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value)

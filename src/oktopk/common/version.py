@@ -1,4 +1,4 @@
-"""Versions of packages, as they are installed."""
+"""Versions of installed packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version_of(package: str) -> str:
-    """The version, or "unknown" where it is not installed: when oktopk is run from its sources."""
+    """The version, or "unknown" without an installation, as when oktopk runs from its sources."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

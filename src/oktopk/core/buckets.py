@@ -1,4 +1,4 @@
-"""What is reduced together: options, parameters and their places in buckets."""
+"""Buckets: which tensors are reduced together, and the options for reducing them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..algorithms import Step
-from .allreduce import SparseAllreduce
+from .events import Events
+from .reduction import RESIDUAL_DTYPE, Attempt, Reduction
 from .stats import BucketSummary, GroupSummary, Summary, Totals
 
 DENSE_BELOW = 8192
@@ -24,7 +24,7 @@ BUCKET_MB = 25.0
 
 
 class GradScaler(Protocol):
-    """What is needed of torch.amp.GradScaler."""
+    """The methods of torch.amp.GradScaler that are needed here."""
 
     def get_scale(self) -> float: ...
 
@@ -66,7 +66,7 @@ class Options:
 
     @classmethod
     def of(cls, **options: Any) -> Options:
-        """Options by name; what is wrong with them is a ValueError."""
+        """Options by name. Raises ValueError if they are wrong."""
         known = [field.name for field in fields(cls)]
         for option in options:
             if option not in known:
@@ -77,8 +77,14 @@ class Options:
             raise ValueError(problem)
         return made
 
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The GradScaler, if it is enabled."""
+        scaler = self.grad_scaler
+        return scaler if scaler is not None and scaler.is_enabled() else None
+
     def problem(self) -> str | None:
-        """What is wrong, and how to mend it."""
+        """The first mistake, and how to correct it; None if there is none."""
         if self.scope not in ("bucket", "model"):
             return f'scope is {self.scope!r}, but must be "bucket" or "model"'
         if self.nonfinite not in ("raise", "skip"):
@@ -100,7 +106,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place: its elements, in the order in which they lie in memory."""
+    """One named tensor's range in a bucket: its elements, in the order of their memory."""
 
     name: str
     size: torch.Size
@@ -122,15 +128,15 @@ class Bucket:
     """Parameters that are reduced together."""
 
     slots: list[Slot]
-    dense: bool
+    small: bool
     """Whether this is a bucket of small parameters, always averaged densely."""
-    reduce: SparseAllreduce
+    reduction: Reduction
     totals: Totals = field(default_factory=Totals)
     applied: list[int] = field(default_factory=list)
     """Entries applied to each parameter so far."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """What has arrived in this step."""
-    step: Step | None = None
+    """Gradients that have arrived in this step, by parameter."""
+    attempt: Attempt | None = None
     """The reduction of this step, not yet committed."""
     ready: float = 0.0
     """When the last gradient of the latest step came, by time.perf_counter."""
@@ -149,24 +155,46 @@ class Bucket:
             yield slot, slot.shaped(part)
 
 
-def slots_of(named_parameters: Iterable[tuple[str, Tensor]]) -> list[Slot]:
-    """The places of parameters, without empty ones.
+def slots_of(named_tensors: Iterable[tuple[str, Tensor]]) -> list[Slot]:
+    """The slots of tensors, without empty ones.
 
     `empty_like` has the strides that their gradients have.
     """
     return [
-        Slot(name, p.shape, torch.empty_like(p).stride(), p.dtype, p.device)
-        for name, p in named_parameters
-        if p.numel()
+        Slot(name, tensor.shape, torch.empty_like(tensor).stride(), tensor.dtype, tensor.device)
+        for name, tensor in named_tensors
+        if tensor.numel()
     ]
 
 
-def cut(slots: Sequence[Slot], options: Options) -> list[tuple[list[Slot], bool]]:
-    """Parameters of each bucket, and whether it is one that is always averaged densely.
+def problem_of(slots: Sequence[Slot]) -> str | None:
+    """Why these tensors cannot be reduced, and what to do."""
+    if not slots:
+        return "there is no parameter to train: all of them have requires_grad=False"
+    for slot in slots:
+        if slot.dtype.is_complex:
+            return (
+                f"{slot.name} is complex, but parameters must be real: make it one of "
+                "torch.view_as_real(...), and use torch.view_as_complex in forward"
+            )
+        if slot.dtype not in RESIDUAL_DTYPE:
+            known = ", ".join(map(str, RESIDUAL_DTYPE))
+            return f"{slot.name} is {slot.dtype}, but must be one of {known}"
+    devices = {str(slot.device) for slot in slots}
+    if len(devices) > 1:
+        return (
+            f"parameters are on {', '.join(sorted(devices))}, but must be on one device in each "
+            "process: move the model with .to(device) first"
+        )
+    return None
 
-    Backward makes the last parameters' gradients first, so these are in the first bucket. Those
-    that are averaged densely come last, in one bucket, and so in one message. (One of each type,
-    in a model with parameters of several types.)
+
+def cut(slots: Sequence[Slot], options: Options) -> list[tuple[list[Slot], bool]]:
+    """The slots of each bucket, and whether it is a small one, always averaged densely.
+
+    Backward makes the last parameters' gradients first, so these are in the first bucket. Small
+    parameters come last, in one bucket, and so in one message. (There is one such bucket for each
+    type, in a model with parameters of several types.)
     """
 
     def small(slot: Slot) -> bool:
@@ -193,22 +221,22 @@ def _group(slots: list[Slot], limit: float) -> list[list[Slot]]:
     return done + [bucket for bucket in open_buckets.values() if bucket]
 
 
-def summarize(buckets: Sequence[Bucket], totals: Totals, busy: float, waited: float) -> Summary:
-    """What became of all steps so far; see `Summary`."""
+def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
+    """Totals and means of all steps so far; see `Summary`."""
     groups: dict[str, list[GroupSummary]] = {}
     for bucket in buckets:
         for slot, applied in zip(bucket.slots, bucket.applied, strict=True):
             module = slot.name.rpartition(".")[0] or slot.name
             elements = slot.numel * bucket.totals.steps
-            part = GroupSummary(slot.numel, bucket.dense, elements, applied)
-            groups.setdefault(module + (" (small)" if bucket.dense else ""), []).append(part)
+            part = GroupSummary(slot.numel, bucket.small, elements, applied)
+            groups.setdefault(module + (" (small)" if bucket.small else ""), []).append(part)
     return Summary(
-        totals=copy.deepcopy(totals),
+        totals=copy.deepcopy(events.totals),
         buckets=tuple(
             BucketSummary(
                 tuple(slot.name for slot in bucket.slots),
-                bucket.reduce.numel,
-                type(bucket.reduce.algorithm).__name__,
+                bucket.reduction.numel,
+                type(bucket.reduction.algorithm).__name__,
                 copy.deepcopy(bucket.totals),
             )
             for bucket in buckets
@@ -222,6 +250,6 @@ def summarize(buckets: Sequence[Bucket], totals: Totals, busy: float, waited: fl
             )
             for name, parts in sorted(groups.items())
         },
-        busy=busy,
-        waited=waited,
+        busy=events.busy,
+        waited=events.waited,
     )

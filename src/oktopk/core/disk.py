@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written so that a crash spares them, and checked when they are read.
+"""The files of a checkpoint. They survive a crash, and are checked when they are read.
 
 `checkpoint` says which rank does what; this module knows nothing of ranks' communication.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.files import replacing, sync
 from . import schema
 from .state import log
 
@@ -53,7 +54,7 @@ def rank_file(rank: int) -> str:
 
 
 def new_name(step: int) -> str:
-    """For a folder of data, unlike any other."""
+    """A new name for a folder of data, unlike any other."""
     return f"data-{step}-{secrets.token_hex(4)}"
 
 
@@ -67,11 +68,11 @@ def is_name(text: str) -> bool:
 def new_manifest(
     name: str, state: Mapping[str, Any], files: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Of the data of this name.
+    """The manifest for the data of this name.
 
     Args:
         state: of any rank.
-        files: what `write` returned for each.
+        files: the answer of `write` for each.
     """
     manifest = {
         "format": _FORMAT,
@@ -92,7 +93,7 @@ def parameters(state: Mapping[str, Any]) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Checked: whatever is wrong is a ValueError."""
+    """The checked manifest. Raises ValueError if anything is wrong."""
     path = folder / MANIFEST
     try:
         manifest = parsed(path.read_text(), str(path))
@@ -146,17 +147,17 @@ def missing(path: Path) -> list[Path]:
 
 
 def make(path: Path, new: Sequence[Path]) -> None:
-    """Make a folder, and see to it that what is `new`, see `missing`, outlives a crash."""
+    """Make a folder, and make sure that `new` ones (see `missing`) survive a crash."""
     path.mkdir(parents=True, exist_ok=True)
     for folder in new:
-        _sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def write(path: Path, content: Any, parts: Mapping[str, Any]) -> dict[str, int]:
     """Write a file so that it is on disk, and check that it can be read back safely.
 
     Args:
-        parts: what in the content is the user's, by the names that the user knows.
+        parts: the user's parts of the content, by the names that the user knows.
     """
     with open(path, "wb") as file:
         try:
@@ -191,7 +192,7 @@ def _culprit(parts: Mapping[str, Any]) -> str | None:
 
 
 def _objects(place: str, content: Any) -> Iterator[tuple[str, Any]]:
-    """What is neither a tensor nor a plain value, and where it is."""
+    """All objects that are neither tensors nor plain values, and where they are."""
     if type(content) in (dict, OrderedDict):
         for key, value in content.items():
             yield from _objects(f"a key of {place}", key)
@@ -227,20 +228,10 @@ def publish(folder: Path, manifest: Mapping[str, Any]) -> None:
             f"rank 0 does not see {schema.listed(unseen, 5)} in {data}, though other ranks have "
             f"written them: {folder} must be on a file system that all ranks share"
         )
-    path = folder / MANIFEST
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(data)
-        _sync_folder(folder)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    _sync_folder(folder)
+    with replacing(folder / MANIFEST, durable=True) as part:
+        part.write_text(json.dumps(manifest, indent=2) + "\n")
+        sync(data)
+        sync(folder)
     _remove_others(folder, data.name)
 
 
@@ -270,7 +261,7 @@ def names(folder: Path, data: str) -> bool:
 
 
 def _remove_others(folder: Path, data: str) -> None:
-    """Data of earlier saves. What cannot be removed now is removed by a later one."""
+    """Remove data of earlier saves. A later save removes the rest if this one cannot."""
     for old in os.listdir(folder):
         if is_name(old) and old != data:
             shutil.rmtree(
@@ -281,7 +272,7 @@ def _remove_others(folder: Path, data: str) -> None:
 def remove(data: Path, new: Sequence[Path]) -> None:
     """Undo a save that failed: all data, and the folders that were made for them.
 
-    All ranks do it, on one disk or on their own; who comes late finds nothing.
+    All ranks do it, on one disk or on their own. A late rank finds nothing to remove.
     """
     shutil.rmtree(data, ignore_errors=True)
     for folder in new:
@@ -289,19 +280,11 @@ def remove(data: Path, new: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # Reading.
 
 
 def read(data: Path, name: str, manifest: Mapping[str, Any]) -> Any:
-    """The content of a file that the manifest names; whatever is wrong with it is a ValueError."""
+    """The content of a file that the manifest names. Raises ValueError if anything is wrong."""
     path, about = data / name, manifest["files"][name]
     again = "restore the file, or go back to an earlier checkpoint"
     if not path.is_file():

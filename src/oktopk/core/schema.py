@@ -1,6 +1,6 @@
-"""What a saved state must look like: checks that are put together as the state is.
+"""Checks of saved states. They are composed in the same way as the state.
 
-A check takes a value and returns what is wrong with it, or None. The text begins with the place
+A check takes a value and returns the mistake in it, or None. The text begins with the place
 inside the value: `["buckets"][2]["step"] is "six", but must be a whole number, at least 0`.
 """
 
@@ -111,6 +111,17 @@ def several(each: Check, length: int | None = None) -> Check:
     return check
 
 
+def pair(first: Check, second: Check) -> Check:
+    """A list of two values, each with a check of its own."""
+
+    def check(value: Any) -> str | None:
+        return several(anything, length=2)(value) or _first(
+            (f"[{index}]", each(value[index])) for index, each in enumerate((first, second))
+        )
+
+    return check
+
+
 def entries(each: Check) -> Check:
     """Values by name."""
 
@@ -145,30 +156,32 @@ def record(fields: Mapping[str, Check], others: Check | None = None) -> Check:
 
 
 def empty_or(check: Check) -> Check:
-    """A mapping without entries, or what the check wants."""
+    """A mapping without entries, or one that passes the check."""
     return lambda value: None if isinstance(value, Mapping) and not value else check(value)
 
 
-def regions(numel: int, count: int | None = None) -> Check:
-    """Boundaries of so many regions of a vector; an empty tensor is none yet."""
+def empty_list_or(check: Check) -> Check:
+    """A list without elements, or one that passes the check."""
+    return lambda value: None if isinstance(value, list) and not value else check(value)
+
+
+def regions(numel: int) -> Check:
+    """Boundaries of regions of a vector, in order; an empty list means none yet."""
 
     def check(value: Any) -> str | None:
-        wrong = tensor(torch.int64, dims=1)(value)
-        if wrong or not value.numel():
+        wrong = several(whole())(value)
+        if wrong or not value:
             return wrong
-        bounds = value.tolist()
-        in_order = bounds == sorted(bounds) and (bounds[0], bounds[-1]) == (0, numel)
-        if len(bounds) < 2 or not in_order:
+        in_order = list(value) == sorted(value) and (value[0], value[-1]) == (0, numel)
+        if len(value) < 2 or not in_order:
             return f" must increase from 0 to {numel}, the number of elements"
-        if count is not None and len(bounds) != count + 1:
-            return f" has {len(bounds)} elements, but must have {count + 1} for {count} ranks"
         return None
 
     return check
 
 
 def shown(value: Any) -> str:
-    """A value for a message: short, ASCII, and whatever it is."""
+    """Any value for a message: short, and in ASCII."""
     if type(value) is str:
         return json.dumps(value if len(value) <= 80 else value[:77] + "...")
     if type(value) is int and abs(value) > _LARGEST:
@@ -186,5 +199,5 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 
 
 def _first(found: Iterable[tuple[str, str | None]]) -> str | None:
-    """Of checks at several places, what the first that fails says."""
+    """The first mistake that checks at several places found."""
     return next((place + wrong for place, wrong in found if wrong), None)

@@ -1,7 +1,7 @@
 """Which entries are large enough: exact thresholds, and thresholds carried from step to step.
 
-A threshold of infinity selects nothing (there is none yet); a threshold of 0 selects whatever
-is not zero. Zeros are never selected: to send one changes nothing.
+A threshold of infinity selects nothing: there is no threshold yet. A threshold of 0 selects all
+values but zeros. Zeros are never selected: sending one changes nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Carried:
         surprise = _limited(math.log(right) - math.log(self.value))
         trend = _limited(self.trend + _TREND * surprise)
         return Carried(right * math.exp(trend), trend)
+
+
+NO_THRESHOLD = Carried()
+"""Before the first sparse step."""
 
 
 def _limited(change: float) -> float:
@@ -120,8 +124,8 @@ def kth_largest(
     """The exact k-th largest magnitude, by histograms of one digit after the other.
 
     1. Count how often each value of the leading digit occurs.
-    2. From the top, find the digit in whose bin the k-th largest lies; what is above the bin
-       is certainly among the k.
+    2. From the top, find the digit in whose bin the k-th largest lies. All values above the
+       bin are among the k.
     3. Go on with the next digit, inside that bin, until none is left.
 
     Args:
@@ -199,8 +203,8 @@ def _find(counts: Tensor, k: int) -> tuple[int, int, int] | None:
 def is_due(sparse_steps: int, interval: int) -> bool:
     """Whether something done every `interval` sparse steps is due.
 
-    Residuals start at zero and grow at first, so what was measured then goes stale at once:
-    in the first interval it is done at steps 0, 1, 2, 4, 8 ... too.
+    Residuals start at zero and grow at first, so the first measurements go stale at once. In the
+    first interval it is due at steps 0, 1, 2, 4, 8 ... too.
     """
     settling = sparse_steps < interval and sparse_steps & (sparse_steps - 1) == 0
     return settling or sparse_steps % interval == 0

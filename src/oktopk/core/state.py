@@ -1,4 +1,4 @@
-"""What a run must keep to go on, as tensors and plain values, and whether replicas are equal.
+"""The state that a run must keep to go on, as tensors and plain values.
 
 Residuals are kept by the name of their parameter and in its shape. So they can be taken up by a
 model in other buckets, with another memory format, or on another number of ranks.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,95 +18,74 @@ from torch import Tensor
 
 from ..algorithms import Algorithm
 from . import schema
-from .allreduce import FLOATS, KEPT, agreed, contradiction
 from .buckets import Bucket
-from .moments import MOMENTS
+from .moments import SAVED as MOMENTS
+from .reduction import FLOATS
 from .transport import Transport
+from .upgrade import FORMAT, upgraded
 
 log = logging.getLogger("oktopk")
 
-_FORMAT = 2
 TENSORS = ("residual", "velocity", "squares")
-"""What is kept by parameter, and is a mean over ranks for another number of them."""
-_NOTES: dict[str, schema.Check] = {
-    "steps": schema.entries(schema.whole(-(2**53))),
-    "ratio": schema.entries(schema.number(0, finite=False)),
-    "clipping": schema.several(schema.number(0), length=2),
-    "optimized": schema.flag,
-}
-"""What is noted of optimizers; further notes may be anything plain."""
+"""Tensors that are saved by parameter. Another number of ranks takes means of them."""
 _STATE = schema.record(
     {
-        "format": schema.whole(_FORMAT, _FORMAT),
+        "format": schema.whole(FORMAT, FORMAT),
         "rank": schema.whole(),
         "size": schema.whole(1),
         "step": schema.whole(),
+        "skipped": schema.whole(),
+        "optimized": schema.flag,
         "algorithm": schema.record({}, others=schema.plain),
         "momentum": schema.number(0, 1),
         "residual": schema.entries(FLOATS),
         "velocity": schema.entries(FLOATS),
         "squares": schema.entries(schema.tensor(torch.float32, least=0)),
-        "moments": schema.empty_or(MOMENTS),
-        "notes": schema.record(_NOTES, others=schema.plain),
+        "moments": MOMENTS,
         "buckets": schema.several(
-            schema.record(KEPT | {"parameters": schema.several(schema.text)}),
+            schema.record(
+                {
+                    "parameters": schema.several(schema.text),
+                    "state": schema.entries(schema.plain),
+                }
+            )
         ),
     }
 )
-_CHUNK = 1 << 20
-
-
-class ReplicaError(RuntimeError):
-    """Ranks no longer hold the same parameters."""
 
 
 def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) -> dict[str, Any]:
-    """The state of one rank, but for what belongs to its optimizer."""
-    residuals: dict[str, Tensor] = {}
-    velocities: dict[str, Tensor] = {}
-    thresholds = []
+    """The state of one rank, without the second moments."""
+    tensors: dict[str, dict[str, Tensor]] = {"residual": {}, "velocity": {}}
+    states = []
     for bucket in buckets:
-        own = bucket.reduce.state_dict()
-        for kept, name in ((residuals, "residual"), (velocities, "velocity")):
-            flat = own.pop(name)
+        for name, kept in tensors.items():
+            flat = getattr(bucket.reduction, name)
             if flat.numel():
                 kept |= {slot.name: piece.clone() for slot, piece in bucket.pieces(flat)}
-        thresholds.append(own | {"parameters": [slot.name for slot in bucket.slots]})
+        progress = bucket.reduction.progress()
+        parameters = [slot.name for slot in bucket.slots]
+        states.append({"parameters": parameters, "state": progress["state"]})
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "rank": transport.rank,
         "size": transport.size,
-        "step": buckets[0].reduce.steps,
+        "step": progress["step"],
+        "skipped": progress["skipped"],
         "algorithm": describe(algorithm),
-        "momentum": buckets[0].reduce.momentum,
-        "residual": residuals,
-        "velocity": velocities,
-        "buckets": thresholds,
+        "momentum": buckets[0].reduction.momentum,
+        "buckets": states,
+        **tensors,
     }
-
-
-def upgraded(saved: Any) -> Any:
-    """A state as this version writes it. Format 1 knew nothing of squares, and the first states of
-    format 2 nothing of discarded steps, nor which were skipped."""
-    if not isinstance(saved, Mapping):
-        return saved
-    state = dict(saved)
-    if type(state.get("format")) is int and state["format"] == 1:
-        state |= {"format": _FORMAT, "squares": {}, "moments": {}, "notes": {}}
-    moments = state.get("moments")
-    if isinstance(moments, Mapping) and moments:
-        state["moments"] = {"discards": False, **moments}
-    buckets = state.get("buckets")
-    if isinstance(buckets, list) and all(isinstance(bucket, Mapping) for bucket in buckets):
-        state["buckets"] = [{"skipped": 0, **bucket} for bucket in buckets]
-    return state
 
 
 def problem_of(state: Any) -> str | None:
     """Why this, upgraded, is not the state of any rank of any model."""
     format = state.get("format") if isinstance(state, Mapping) else None
-    if type(format) is int and format > _FORMAT:
-        return f"the state has format {format}, this version of oktopk reads 1 and {_FORMAT}"
+    if type(format) is int and format > FORMAT:
+        return f"the state has format {format}, this version of oktopk reads 1 to {FORMAT}"
+    if type(format) is int and 1 <= format < FORMAT:
+        return f"the state is damaged: it has format {format}, but not the parts of that format"
     wrong = _STATE(state)
     if wrong:
         return f"this is not the state of a compressed model: state{wrong}"
@@ -117,31 +94,24 @@ def problem_of(state: Any) -> str | None:
 
 
 def _contradictions(state: Mapping[str, Any]) -> Iterator[str]:
-    """Parts of a state that are right as such, but do not go together."""
+    """Parts of a state that are valid alone, but contradict each other."""
     if state["rank"] >= state["size"]:
         yield f'["rank"] is {state["rank"]}, but ranks are below {state["size"]}'
+    if state["skipped"] > state["step"]:
+        yield f'["skipped"] is {state["skipped"]}, but of {state["step"]} steps in all'
     shapes = _shapes(state["residual"])
     if _shapes(state["velocity"]) != (shapes if state["momentum"] else {}):
         yield f'["velocity"] has other parameters than momentum={state["momentum"]} needs'
-    used, totals = (state["moments"].get(name, {}).keys() for name in ("used", "totals"))
-    begun = state["squares"] or state["moments"].get("steps")
+    counters = state["moments"]["counters"]
+    used, totals = (counters.get(name, {}).keys() for name in ("used", "totals"))
+    begun = state["squares"] or counters.get("steps")
     if begun and _shapes(state["squares"]) != {name: shapes.get(name) for name in used}:
         yield '["squares"] has other parameters than state["moments"] and state["residual"]'
     if totals and totals != used:
-        yield '["moments"]["totals"] has other parameters than state["moments"]["used"]'
+        yield '["moments"]["counters"]["totals"] has other parameters than its "used"'
     named = [name for bucket in state["buckets"] for name in bucket["parameters"]]
     if sorted(named) != sorted(shapes):
         yield '["buckets"] has other parameters than state["residual"]'
-        return
-    for index, bucket in enumerate(state["buckets"]):
-        numel = sum(shapes[name].numel() for name in bucket["parameters"])
-        wrong = contradiction(bucket, numel, state["size"])
-        if bucket["step"] != state["step"]:
-            wrong = f'["step"] is {bucket["step"]}, but the state is of step {state["step"]}'
-        if bucket["skipped"] != state["buckets"][0]["skipped"]:
-            wrong = f'["skipped"] is {bucket["skipped"]}, but another number in the first bucket'
-        if wrong:
-            yield f'["buckets"][{index}]{wrong}'
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -165,43 +135,54 @@ def unpack(
         differences = _differences(state, buckets, algorithm)
         if differences and strict:
             problem = "; ".join(differences) + ". To take what fits, load with strict=False"
-    kept = [] if problem else [_kept(bucket, state, algorithm) for bucket in buckets]
-    common = "" if problem else _common(state, kept, strict)
+    kept = [] if problem else [_progress(bucket, state, algorithm) for bucket in buckets]
+    for index, (bucket, progress) in enumerate(zip(buckets, kept, strict=False)):
+        wrong = bucket.reduction.contradiction(progress)
+        if wrong:
+            problem = f"the state is damaged: that of bucket {index}, state{wrong}"
+    common = "" if problem else _common(state, buckets, kept, strict)
     transport.agree(problem, common, "load the checkpoint of the same step")
     for difference in differences:
         log.warning("checkpoint: %s; the rest is taken", difference)
-    for bucket, thresholds in zip(buckets, kept, strict=True):
-        bucket.reduce.restore(_tensors(bucket, state) | thresholds)
+    for bucket, progress in zip(buckets, kept, strict=True):
+        bucket.reduction.restore(_tensors(bucket, state) | progress)
     return dict(state)
 
 
-def _common(state: Mapping[str, Any], kept: Sequence[Mapping[str, Any]], strict: bool) -> str:
-    """What must be the same on all ranks."""
-    thresholds = zlib.crc32("; ".join(map(agreed, kept)).encode())
+def _common(
+    state: Mapping[str, Any],
+    buckets: Sequence[Bucket],
+    kept: Sequence[Mapping[str, Any]],
+    strict: bool,
+) -> str:
+    """A summary that must be the same on all ranks."""
+    agreed = [bucket.reduction.agreed(own) for bucket, own in zip(buckets, kept, strict=True)]
     moments = zlib.crc32(json.dumps(state["moments"], sort_keys=True).encode())
     return (
-        f"step {state['step']}, {state['algorithm']}, strict={strict}, crc32 of thresholds="
-        f"{thresholds}, of moments={moments}"
+        f"step {state['step']}, {state['algorithm']}, strict={strict}, crc32 of buckets="
+        f"{zlib.crc32('; '.join(agreed).encode())}, of moments={moments}"
     )
 
 
-def _kept(bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """Thresholds and regions of a bucket, if they are for the same elements and algorithm."""
+def _progress(bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """How far a bucket is. The algorithm's state counts only for the same elements and knobs."""
+    counted = {"step": state["step"], "skipped": state["skipped"]}
     mine = [(slot.name, slot.size) for slot in bucket.slots]
     for saved in () if _changed(state["algorithm"], algorithm) else state["buckets"]:
-        if [(name, state["residual"][name].shape) for name in saved["parameters"]] == mine:
-            return {name: saved[name] for name in KEPT}
-    return _fresh(state)
+        theirs = [(name, state["residual"][name].shape) for name in saved["parameters"]]
+        if theirs == mine and saved["state"]:  # empty: to begin anew
+            return counted | {"state": saved["state"]}
+    return counted | {"state": bucket.reduction.algorithm.init().as_dict()}
 
 
 @torch.no_grad()
 def _tensors(bucket: Bucket, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Residual and velocity of a bucket; zeros for a parameter of which the state has none."""
-    own = bucket.reduce.state_dict()
-    for name in ("residual", "velocity"):
-        if own[name].numel():
-            own[name].zero_()
-            for slot, piece in bucket.pieces(own[name]):
+    """Residual and velocity of a bucket; zeros for a parameter that the state lacks."""
+    reduction = bucket.reduction
+    own = {name: torch.zeros_like(getattr(reduction, name)) for name in ("residual", "velocity")}
+    for name, flat in own.items():
+        if flat.numel():
+            for slot, piece in bucket.pieces(flat):
                 kept = state[name].get(slot.name)
                 if kept is not None and kept.shape == piece.shape:
                     piece.copy_(kept)
@@ -211,14 +192,13 @@ def _tensors(bucket: Bucket, state: Mapping[str, Any]) -> dict[str, Any]:
 def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> dict[str, Any]:
     """The state for one of `size` ranks, from the states that another number of ranks saved.
 
-    What matters is the pending average, sum(residuals) / ranks: it is the same before and after.
+    The pending average, sum(residuals) / ranks, is the same before and after.
     Rank j of P takes the mean of the old residuals over its share of them: old rank i of Q stands
     for the interval from i/Q to (i+1)/Q, new rank j for that from j/P to (j+1)/P, and each old
-    residual counts by its part of the new interval. Thresholds and regions begin anew.
+    residual counts by its part of the new interval. The algorithm begins with a new state.
 
     Args:
-        states: those of the old ranks that share in this one, see `sharers`; one that is not
-            there counts as zero.
+        states: those of the old ranks that `sharers` names. A missing one counts as zero.
     """
     shares = sharers(rank, size, states[0]["size"])
 
@@ -230,7 +210,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
                 means[key] = means[key].add_(part) if key in means else part
         return means
 
-    buckets = [{**old, **_fresh(states[0])} for old in states[0]["buckets"]]
+    buckets = [{**old, "state": {}} for old in states[0]["buckets"]]
     changed = {"rank": rank, "size": size, "buckets": buckets}
     return dict(states[0]) | changed | {name: mean(name) for name in TENSORS}
 
@@ -253,28 +233,14 @@ def describe(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def _changed(theirs: Mapping[str, Any], algorithm: Algorithm) -> list[str]:
-    """What another algorithm has other values of, but for how entries travel: all that is kept
-    means the same whatever way they take."""
+    """Knobs that have other values here. `wire` and `capacity` do not count: they change how
+    entries travel, but not the meaning of a state."""
     mine = describe(algorithm)
     return [
         f"{knob}={theirs.get(knob)!r} in the state, {mine.get(knob)!r} here"
         for knob in {**theirs, **mine}
         if knob not in ("wire", "capacity") and theirs.get(knob) != mine.get(knob)
     ]
-
-
-def _fresh(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """For a bucket that starts without thresholds and regions."""
-    return {
-        "boundaries": torch.zeros(0, dtype=torch.int64),
-        "local_threshold": math.inf,
-        "local_trend": 0.0,
-        "global_threshold": math.inf,
-        "global_trend": 0.0,
-        "step": saved["step"],
-        "skipped": saved["buckets"][0]["skipped"],
-        "sparse_steps": 0,
-    }
 
 
 def _misplaced(state: Mapping[str, Any], transport: Transport) -> str | None:
@@ -297,7 +263,7 @@ def _misplaced(state: Mapping[str, Any], transport: Transport) -> str | None:
 def _differences(
     saved: Mapping[str, Any], buckets: Sequence[Bucket], algorithm: Algorithm
 ) -> list[str]:
-    """What a state was saved with that is not so here."""
+    """How the saved model, algorithm and momentum differ from those here."""
     found = []
     here = {slot.name: slot.size for bucket in buckets for slot in bucket.slots}
     there = _shapes(saved["residual"])
@@ -317,8 +283,8 @@ def _differences(
     changed = _changed(saved["algorithm"], algorithm)
     if changed:
         found.append(f"another algorithm ({', '.join(changed)})")
-    if saved["momentum"] != buckets[0].reduce.momentum:
-        momentum = buckets[0].reduce.momentum
+    if saved["momentum"] != buckets[0].reduction.momentum:
+        momentum = buckets[0].reduction.momentum
         found.append(f"another momentum ({saved['momentum']} in the state, {momentum} here)")
     return found
 
@@ -326,43 +292,10 @@ def _differences(
 def _other_types(saved: Mapping[str, Any], buckets: Sequence[Bucket]) -> list[str]:
     """Residuals and velocities of another type than here."""
     return [
-        f"{slot.name}: {saved[kind][slot.name].dtype} in the state, {bucket.reduce.residual.dtype} "
-        "here"
+        f"{slot.name}: {there} in the state, {here} here"
         for bucket in buckets
+        for here in (bucket.reduction.residual.dtype,)
         for slot in bucket.slots
         for kind in ("residual", "velocity")
-        if slot.name in saved[kind] and saved[kind][slot.name].dtype != bucket.reduce.residual.dtype
+        if slot.name in saved[kind] and (there := saved[kind][slot.name].dtype) != here
     ]
-
-
-def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], transport: Transport) -> None:
-    """Compare a hash of each parameter over ranks; all ranks raise, or none."""
-    names, parameters = zip(*named_parameters, strict=True)
-    mine = torch.tensor([_hash(p) for p in parameters], dtype=torch.int64, device=transport.device)
-    table = torch.stack(transport.all_gather(mine)).tolist()
-    lines = []
-    for name, hashes in zip(names, zip(*table, strict=True), strict=True):
-        [(usual, _)] = Counter(hashes).most_common(1)
-        odd = [str(rank) for rank, value in enumerate(hashes) if value != usual]
-        if odd:
-            lines.append(f"  {name}: rank {', '.join(odd)}")
-    if lines:
-        raise ReplicaError(
-            f"{len(lines)} of {len(names)} parameters are not the same on all ranks, so they no "
-            "longer train one model. Look for code that changes parameters on some ranks only, or "
-            "restart from a checkpoint. They differ on:\n" + "\n".join(lines[:20])
-        )
-
-
-def _hash(parameter: Tensor) -> int:
-    """A sum of all elements' bits, weighted by odd numbers: any one change changes it."""
-    values = parameter.detach().flatten()
-    values = torch.view_as_real(values).flatten() if values.is_complex() else values
-    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    total = torch.zeros((), dtype=torch.int64, device=parameter.device)
-    if not values.numel():
-        return 0
-    for chunk in values.view(sizes[values.element_size()]).split(_CHUNK):
-        weights = torch.arange(1, 2 * chunk.numel(), 2, device=chunk.device)
-        total = total * 31 + (chunk.to(torch.int64) * weights).sum()  # wraps around
-    return int(total)

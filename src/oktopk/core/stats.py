@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..common.format import table
+
 STAGES = ("accumulate", "select", "exchange", "reduce", "gather", "apply")
 
 
@@ -18,7 +20,7 @@ class StepStats:
     step: int
     """Number of this step, from 0."""
     phase: str
-    """`dense` (warm-up, or the dense algorithm) or `sparse`."""
+    """`sparse` if entries were applied, `dense` if all elements were."""
     numel: int
     """Elements of the gradient."""
     target: int
@@ -170,7 +172,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """What was reduced together, and what became of it."""
+    """The parameters of one bucket, and its totals."""
 
     parameters: tuple[str, ...]
     numel: int
@@ -253,17 +255,9 @@ class Summary:
                     f"{seconds:.2f}",
                 )
             )
-        lines += ["", *_table(rows)]
+        lines += ["", *table(rows, left=0)]
         groups = [("module", "elements", "averaged", "applied a step")]
         for name, group in self.groups.items():
             how = "densely" if group.dense else "sparsely"
             groups.append((name, f"{group.numel:,}", how, f"{group.density:.2%}"))
-        return "\n".join([*lines, "", *_table(groups)])
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+        return "\n".join([*lines, "", *table(groups, left=0)])

@@ -1,8 +1,8 @@
 """The one door to torch.distributed: every byte that leaves or arrives is counted here.
 
-What is counted is what a rank hands over. A message to one peer counts its size. Collectives
-count what the best known algorithm must send for them: an allreduce of m bytes 2m(P-1)/P, an
-allgather m(P-1), an all-to-all what is not for the rank itself. `messages` counts one for each
+A rank counts the bytes that it hands over. A message to one peer counts its size. A collective
+counts the bytes that the best known algorithm must send: an allreduce of m bytes 2m(P-1)/P, an
+allgather m(P-1), an all-to-all all bytes for other ranks. `messages` counts one for each
 message to a peer and one for each collective.
 """
 
@@ -28,7 +28,7 @@ _TEXT_BYTES = 1024
 _SMALL = 1 << 18
 """Bytes up to which an allreduce is done in two rounds of messages."""
 _STEPS = (1 << 24) - 1
-"""How far steps are counted in a place."""
+"""How far a program point counts steps."""
 _recent: deque[tuple[Tensor, ...]] = deque(maxlen=8)
 """Small tensors of the last collectives; see `settle`."""
 
@@ -49,11 +49,11 @@ def settle() -> None:
 
 
 class Operation(enum.Enum):
-    """What ranks do together, in words. All say which it is before they begin."""
+    """An operation that ranks do together, in words. They compare it before they begin."""
 
     STEP = "training step {step} (backward)"
     BEGIN = "the start of compression (attach, DistributedOptimizer or AllReducer)"
-    ALGORITHM = "a change of algorithm (handle.algorithm = ..., or detach)"
+    ALGORITHM = "a change of algorithm (set_algorithm or detach)"
     SAVE = "checkpoint.save"
     LOAD = "checkpoint.load or load_state_dict"
     CHECK = "check_replicas"
@@ -64,22 +64,23 @@ class Operation(enum.Enum):
 _OPERATIONS = tuple(Operation)
 
 
-def place_of(operation: Operation, step: int = 0, what: object = None) -> int:
-    """Where a rank is in its program, as one number: operation, step, a checksum of the rest."""
+def point_of(operation: Operation, step: int = 0, what: object = None) -> int:
+    """A program point: where a rank is in its program, as one number of operation, step and a
+    checksum of the rest."""
     code = 1 + _OPERATIONS.index(operation)
     return code << 56 | (step & _STEPS) << 32 | zlib.crc32(repr(what).encode())
 
 
-def in_words(place: int) -> str:
-    """What a rank does that is at a place; the number may come from another rank."""
-    code = (place >> 56) - 1
+def in_words(point: int) -> str:
+    """What a rank at a program point does; the number may come from another rank."""
+    code = (point >> 56) - 1
     if not 0 <= code < len(_OPERATIONS):
-        return f"something that this version of oktopk does not know ({place:#x})"
-    return _OPERATIONS[code].value.format(step=place >> 32 & _STEPS)
+        return f"something that this version of oktopk does not know ({point:#x})"
+    return _OPERATIONS[code].value.format(step=point >> 32 & _STEPS)
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient held a NaN or Inf on some rank. Every rank raises it, and none has changed."""
+    """A gradient held a NaN or Inf on some rank. All ranks raise this, and no residual changes."""
 
 
 class PeerError(RuntimeError):
@@ -87,7 +88,7 @@ class PeerError(RuntimeError):
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where messages of a group are, if nobody says otherwise: the current GPU of an NCCL group.
+    """The default device for messages of a group: the current GPU of an NCCL group.
 
     Each thread has a current GPU of its own, so this must be asked in the training thread.
     """
@@ -121,9 +122,9 @@ class Transport:
             )
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
-        self.place: int | None = None
-        """Where in its program this rank is, see `place_of`. Unless None, it travels with numbers
-        that are traded, and ranks that are not at the same place fail before they mix data."""
+        self.point: int | None = None
+        """This rank's program point, see `point_of`. Unless None, it travels with traded numbers,
+        and ranks at different points fail before they mix data."""
         self.reset()
 
     def reset(self) -> None:
@@ -187,8 +188,8 @@ class Transport:
         """rows[j], a few integers, goes to rank j; returns what each rank had for this one."""
         if self.size == 1:
             return rows
-        if self.place is not None:
-            rows = [[*row, self.place] for row in rows]
+        if self.point is not None:
+            rows = [[*row, self.point] for row in rows]
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
         _recent.append((mine, theirs))
@@ -197,25 +198,25 @@ class Transport:
         with self.peers("an all-to-all"):
             dist.all_to_all_single(theirs, mine, group=self.group)
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
-        if self.place is None:
+        if self.point is None:
             return traded
-        self.check_places([row[-1] for row in traded])
+        self.check_points([row[-1] for row in traded])
         return [row[:-1] for row in traded]
 
-    def check_places(self, places: Sequence[int]) -> None:
-        """Fail if a rank is not where this one is; see `place`."""
-        elsewhere = [rank for rank, place in enumerate(places) if place != self.place]
+    def check_points(self, points: Sequence[int]) -> None:
+        """Fail if a rank is at another program point than this one."""
+        elsewhere = [rank for rank, point in enumerate(points) if point != self.point]
         if not elsewhere:
             return
         doing: dict[str, list[int]] = {}
-        for rank, place in enumerate(places):
-            doing.setdefault(in_words(place), []).append(rank)
+        for rank, point in enumerate(points):
+            doing.setdefault(in_words(point), []).append(rank)
         if len(doing) > 1:
             told = "; ".join(f"{_list(ranks)} in {words}" for words, ranks in doing.items())
             told += ". All ranks must call each of these together, not one rank alone"
         else:
             told = (
-                f"all are in {next(iter(doing))}, but {_list(elsewhere)} at another place in the "
+                f"all are in {next(iter(doing))}, but {_list(elsewhere)} at another point of the "
                 "program: with another model, other arguments, other settings of the optimizer, or "
                 "after a backward that failed on some ranks only. All ranks must use the same "
                 "models in the same order, equally often"
@@ -226,12 +227,12 @@ class Transport:
         )
 
     def meet(self) -> None:
-        """Make sure that all ranks are at the same place, where nothing is traded anyway.
+        """Make sure that all ranks are at the same program point, where nothing is traded anyway.
 
-        It is the same exchange for whatever a rank does. So ranks that do different things meet
-        here, too, and learn what the others do.
+        The exchange is the same for every operation. So ranks that do different things meet here,
+        too, and learn of it.
         """
-        if self.place is not None:
+        if self.point is not None:
             self.trade_numbers([[]] * self.size)
 
     @contextmanager
@@ -241,15 +242,15 @@ class Transport:
         Args:
             what: must be the same on all ranks.
         """
-        before, self.place = self.place, place_of(operation, what=what)
+        before, self.point = self.point, point_of(operation, what=what)
         try:
             self.meet()
             yield
         finally:
-            self.place = before
+            self.point = before
 
     def share_text(self, text: str) -> list[str]:
-        """Every rank's text, in rank order; of what is too long, its beginning and its crc32."""
+        """Every rank's text, in rank order. Of a long text, its beginning and its crc32."""
         encoded = text.encode()
         if len(encoded) > _TEXT_BYTES:
             encoded = encoded[: _TEXT_BYTES - 20] + f"... crc32={zlib.crc32(encoded):08x}".encode()
@@ -380,7 +381,7 @@ class Transport:
         try:
             yield
         except RuntimeError as error:
-            where = "" if self.place is None else f", in {in_words(self.place)}"
+            where = "" if self.point is None else f", in {in_words(self.point)}"
             raise PeerError(
                 f"rank {self.rank} of {self.size}{where}: {action} failed, because another rank "
                 "died or did not answer within the group's timeout. On this rank nothing was "

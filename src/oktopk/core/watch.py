@@ -1,4 +1,4 @@
-"""What becomes of averages: whether an optimizer steps with them, and whether both fit together.
+"""Watch whether an optimizer steps with averages, and whether both fit together.
 
 Every step of any torch optimizer passes through `_before` and `_after`, and every backward through
 `_Look`, before it touches a gradient. Nothing here communicates: all ranks run the same program, so
@@ -23,28 +23,35 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .reducer import AllReducer, log, reducer_of
+from .reducer import AllReducer, log
+from .usage import reducer_of
 
 _SCALER_FILE = inspect.getfile(torch.amp.grad_scaler.GradScaler)
 _hooks: list[Any] = []
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[weakref.ref[AllReducer]]]]
 _found = weakref.WeakKeyDictionary()
-"""Who averages for an optimizer, and of which parameters and announcements this was found."""
+"""By optimizer, the reducers of its parameters, and the key under which they were looked up."""
 _announcements = 0
+Advise = Callable[[Optimizer, AllReducer], None]
+_advice: weakref.WeakKeyDictionary[AllReducer, Advise] = weakref.WeakKeyDictionary()
 
 
-def watch(reducer: AllReducer, named_parameters: Mapping[str, Tensor]) -> Callable[[], None]:
+def watch(
+    reducer: AllReducer, named_parameters: Mapping[str, Tensor], advise: Advise
+) -> Callable[[], None]:
     """Look after a reducer's averages from now on; returns a function that ends it.
 
     Args:
         named_parameters: those whose gradients the reducer averages.
+        advise: is called before each step of an optimizer with them.
     """
     global _announcements
     if not _hooks:
         # Also in a step that is compiled: there is nothing in them to compile.
         _hooks.append(register_optimizer_step_pre_hook(_disable_dynamo(_before)))
         _hooks.append(register_optimizer_step_post_hook(_disable_dynamo(_after)))
-    reducer.announce(named_parameters.items())
+    reducer.usage.announce(reducer, named_parameters.items())
+    _advice[reducer] = advise
     _announcements += 1
     look = _Look(reducer)
     trained = (p for p in named_parameters.values() if p.requires_grad)  # not those frozen since
@@ -71,7 +78,7 @@ class _Look:
 
     def __call__(self, gradient: Tensor) -> None:
         reducer = self._reducer()
-        if reducer is None or reducer.stepped:
+        if reducer is None or reducer.usage.stepped:
             return
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -81,12 +88,12 @@ class _Look:
 
 def discard_if_cleared(reducer: AllReducer) -> None:
     """Take back the last step, if its averages were cleared before an optimizer used them."""
-    if reducer.stepped or not reducer.discards:
+    if reducer.usage.stepped or not reducer.discards:
         return
-    used = [p for name, p in reducer.parameters().items() if name not in reducer.unused]
+    used = [p for name, p in reducer.usage.parameters().items() if name not in reducer.unused]
     if not all(map(_is_cleared, used)) or not reducer.discard():
         return
-    if reducer.rank == 0 and reducer.totals.discarded_steps == 1:
+    if reducer.rank == 0 and reducer.events.totals.discarded_steps == 1:
         log.warning(
             "the averages of step %d were cleared before an optimizer stepped with them. "
             "Compression takes such steps back, or their gradients would come again with later "
@@ -104,18 +111,19 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     for reducer in _reducers(optimizer):
         _refuse_second_momentum(optimizer, reducer)
         _refuse_unknown_scaler(reducer)
-        if reducer.leave_out:
+        _advice[reducer](optimizer, reducer)
+        if reducer.usage.leave_out:
             clear_skipped(reducer)
-        reducer.notes["optimized"] = reducer.stepped = reducer.stepping = True
+        reducer.usage.optimized = reducer.usage.stepped = reducer.usage.stepping = True
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
     for reducer in _reducers(optimizer):
-        reducer.stepping, reducer.stepped = False, True
+        reducer.usage.stepping, reducer.usage.stepped = False, True
 
 
 def _reducers(optimizer: Optimizer) -> list[AllReducer]:
-    """Who averages gradients of an optimizer's parameters."""
+    """The reducers of an optimizer's parameters."""
     key = _announcements, sum(len(group["params"]) for group in optimizer.param_groups)
     if optimizer not in _found or _found[optimizer][0] != key:
         pairs = (reducer_of(p) for group in optimizer.param_groups for p in group["params"])
@@ -131,9 +139,9 @@ def clear_skipped(reducer: AllReducer) -> None:
     Averages of zero would still move them, by momentum and weight decay; optimizers do not touch
     parameters without a gradient.
     """
-    for p in reducer.parameters().values():
+    for p in reducer.usage.parameters().values():
         p.grad = None
-    reducer.leave_out = False
+    reducer.usage.leave_out = False
 
 
 def _averages(reducer: AllReducer, parameter: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """The communication thread: tasks in, answers out, first in, first out.
 
 All ranks must run their collectives in the same order. One thread that takes tasks from one
-queue gives that order, and a process group of its own keeps it apart from whatever the training
-thread sends.
+queue gives that order. A process group of its own keeps its messages apart from those of the
+training thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATIENCE = 2.0
 """Seconds that the end of a process waits for a task that is still under way. It may wait for a
 rank that is gone, so this must end."""
 LATE = 10.0
-"""Seconds after which a rank says what it is waiting in; see `Worker.run`."""
+"""Seconds after which a rank logs the operation that it waits in; see `Worker.run`."""
 _of_all_ranks: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
 """By the default group. It is kept, since to make another is a collective."""
 _of_group: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
@@ -67,12 +67,12 @@ class Worker:
         return answer
 
     def run(self, task: Callable[[], T], what: str = "", patience: float | None = None) -> T:
-        """The same, and wait for its answer or its exception.
+        """Submit a task and wait for its answer or its exception.
 
-        A task of the thread's own, such as a subscriber, may do it, too: it is run at once.
+        A task of this thread, such as a subscriber, may call it, too. Its task runs at once.
 
         Args:
-            what: what all ranks must do for the task to end. It is logged, once, if it takes long.
+            what: the operation that all ranks must join. It is logged once if the task takes long.
             patience: how long that is, in seconds; None: `LATE`.
         """
         if self.is_current:
@@ -94,11 +94,11 @@ class Worker:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a task of this worker, or what such a task has called."""
+        """Whether the caller runs on this worker's thread."""
         return threading.current_thread() is self._thread
 
     def _move(self) -> None:
-        """Into a forked child, which has none of its parent's threads."""
+        """Begin anew in a forked child, which has none of its parent's threads."""
         if self.group is not None:
             raise RuntimeError(
                 f"this compression, or its process group, was made in another process (pid "
@@ -134,7 +134,7 @@ def worker(group: dist.ProcessGroup | None) -> Worker:
 
 @contextlib.contextmanager
 def raised_by_all(group: dist.ProcessGroup | None, device: torch.device | None) -> Iterator[None]:
-    """Raise on all ranks what one of them raises in this block; the others would wait for it.
+    """If one rank raises in this block, all ranks raise. Otherwise the others would wait for it.
 
     Collective, at the end of the block.
 

@@ -1,4 +1,4 @@
-"""What callbacks of training frameworks have in common: a model that may or may not be in DDP."""
+"""The common part of callbacks for training frameworks: the model may or may not be in DDP."""
 
 from __future__ import annotations
 

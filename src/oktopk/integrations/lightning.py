@@ -2,8 +2,8 @@
 
 Lightning registers a hook of `DDPStrategy(ddp_comm_hook=...)` on CUDA only, and would save one
 rank's state, though residuals differ on every rank. This callback attaches on any device, and
-writes all ranks' states to a folder beside Lightning's checkpoints. A checkpoint has the name of
-its state in it.
+writes all ranks' states to a folder beside Lightning's checkpoints. Each checkpoint names its
+state.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Compress(Attaching, Callback):
         """Name of the state to begin with."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._resume = None  # what an earlier validate(ckpt_path=...) may have left
+        self._resume = None  # an earlier validate(ckpt_path=...) may have set it
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Comes before the model is in DDP; what to load is only noted."""
+        """Note the state to load: the model is not in DDP yet."""
         self._resume = checkpoint.get(_KEY)
         if self._resume is None:
             log.warning("the checkpoint has no compression state: residuals begin empty")

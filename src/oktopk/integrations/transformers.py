@@ -1,8 +1,8 @@
 """CompressCallback: compression for Hugging Face's Trainer, saved and resumed with its checkpoints.
 
 Trainer tells its callbacks of the model, but not of the DDP around it; so this callback is made
-with the trainer. Nor does it tell them which checkpoint it resumes from; so this one listens to
-what `train` is called with. Whether both are of the same run is seen by the log that both have.
+with the trainer. Nor does it tell them which checkpoint it resumes from, so this one records the
+arguments of `train`. The log in both shows whether they belong to the same run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CompressCallback(Attaching, TrainerCallback):
         self._trainer = trainer
         self._model: nn.Module | None = None
         self._asked: Any = None
-        """What `train` was called with."""
+        """The checkpoint that `train` was called with."""
         self._listen(trainer)
 
     def _listen(self, trainer: Trainer) -> None:

@@ -1,110 +1,63 @@
-"""Hot loops over flat tensors, one module per kind of device.
+"""Hot loops over flat tensors, for each kind of device.
 
-`reference.py` is plain torch, runs on any device and is the specification; `cpu.py` is the
-fast version for CPUs. All modules offer the same functions, and `for_device` picks one, so
-callers never ask what they run on.
+`reference/` is plain torch. It runs on any device, and it is the specification. A fast version,
+such as `cpu/`, replaces any of its functions and inherits the others. Callers ask `for_device` and
+never look at the device themselves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
+
+from .reference import codes, optimizer, selection
 
 
-class Kernels(Protocol):
-    """What a kernel module offers; `reference.py` documents each function."""
+class Kernels:
+    """The reference kernels. A subclass may replace any of them, with the same signature.
 
-    def prepare(self, dtype: torch.dtype, numel: int) -> None: ...
+    Magnitudes are compared as integers; see `numbers.magnitude`. Indexes are int32 where they fit
+    and int64 otherwise. Lists of entries are sorted by index and name each index at most once.
+    """
 
-    def accumulate(
-        self, residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
-    ) -> tuple[Tensor, Tensor, list[bool]]: ...
+    @staticmethod
+    def prepare(dtype: torch.dtype, numel: int) -> None:
+        """Do now what would make the first calls slow, for vectors of `numel` values."""
 
-    def select(self, dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
+    accumulate = staticmethod(selection.accumulate)
+    select = staticmethod(selection.select)
+    histogram = staticmethod(selection.histogram)
+    keep = staticmethod(selection.keep)
+    merge = staticmethod(selection.merge)
+    add_at = staticmethod(selection.add_at)
+    scatter = staticmethod(selection.scatter)
+    take_common = staticmethod(selection.take_common)
+    sum_select = staticmethod(selection.sum_select)
 
-    def histogram(self, values: Tensor, prefix: int, shift: int, bits: int) -> Tensor: ...
+    count_gaps = staticmethod(codes.count_gaps)
+    pack_gaps = staticmethod(codes.pack_gaps)
+    unpack_gaps = staticmethod(codes.unpack_gaps)
+    pack_bits = staticmethod(codes.pack_bits)
+    unpack_bits = staticmethod(codes.unpack_bits)
+    quantise = staticmethod(codes.quantise)
+    dequantise = staticmethod(codes.dequantise)
+    checksum = staticmethod(codes.checksum)
 
-    def keep(
-        self, indices: Tensor, values: Tensor, threshold: float, ties: int
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def merge(
-        self, indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def add_at(self, dense: Tensor, indices: Tensor, values: Tensor) -> None: ...
-
-    def scatter(self, parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None: ...
-
-    def take_common(
-        self, dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor
-    ) -> None: ...
-
-    def sum_select(
-        self,
-        indices: Tensor,
-        values: Tensor,
-        ends: list[int],
-        low: int,
-        high: int,
-        threshold: float,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def step_square(
-        self, gradient: Tensor, moment: Tensor, *, grown: float, least: float
-    ) -> Tensor: ...
-
-    def adam(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        average: Tensor,
-        moment: Tensor,
-        *,
-        sign: float,
-        grown: float,
-        least: float,
-        weight: float,
-        decay: float,
-        shrink: float,
-        unbias: float,
-        eps: float,
-        lr: float,
-    ) -> None: ...
-
-    def count_gaps(self, indices: Tensor, low: int) -> tuple[int, int]: ...
-
-    def pack_gaps(self, indices: Tensor, low: int, out: Tensor) -> None: ...
-
-    def unpack_gaps(self, stream: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor: ...
-
-    def pack_bits(self, indices: Tensor, low: int, out: Tensor) -> None: ...
-
-    def unpack_bits(self, bits: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor: ...
-
-    def quantise(self, values: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def dequantise(self, codes: Tensor, scales: Tensor) -> Tensor: ...
-
-    def checksum(self, words: Tensor) -> int: ...
+    step_square = staticmethod(optimizer.step_square)
+    adam = staticmethod(optimizer.adam)
 
 
-def for_device(device: torch.device) -> Kernels:
+def for_device(device: torch.device) -> type[Kernels]:
     """The fastest kernels for `device`."""
-    return _for_type(device.type)
+    return for_type(device.type)
 
 
 @functools.cache
-def _for_type(kind: str) -> Kernels:
-    """Imported on first use: numba takes a second to load."""
+def for_type(kind: str) -> type[Kernels]:
+    """The fastest kernels for a type of device, imported on first use: numba takes a second."""
     if kind == "cpu":
-        from . import cpu
+        from .cpu import CpuKernels
 
-        return cpu
-    from . import reference
-
-    return reference
+        return CpuKernels
+    return Kernels

@@ -1,23 +1,24 @@
-"""What is measured in a run: sums over steps, the parts of a step, memory."""
+"""Measurements of a run: sums over steps, times of buckets, memory."""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..core.stats import StepStats
-from .records import StepRecord
-
-PARTS = ("data", "forward", "backward", "synchronise", "update", "total")
+from ..core.stats import StepStats, Summary
+from ..workloads.base import Validation
+from .records import BucketTiming, EpochRecord, Outcome, Plan, StepRecord
+from .step import PARTS
 
 
 @dataclass
 class Sums:
-    """What has been added up over steps. Saved, so that a resumed run reports all of itself."""
+    """Sums over steps. Saved, so that a resumed run reports all of itself."""
 
     steps: int = 0
     sparse_steps: int = 0
@@ -50,25 +51,102 @@ class Sums:
         return self.elements / max(1, self.applied)
 
 
-class Watch:
-    """Seconds of the parts of a step."""
+class Meters:
+    """Measurements of a run, of its current epoch, and of this process.
 
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._since = time.perf_counter()
+    Args:
+        buckets: how many buckets of gradients there are.
+    """
 
-    def lap(self, part: str) -> float:
-        """The time since the last lap belongs to this part; returns the time now."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._since
-        self.seconds["total"] += now - self._since
-        self._since = now
-        return now
+    def __init__(self, buckets: int) -> None:
+        self.of_epoch, self.of_run = Sums(), Sums()
+        self._started = time.perf_counter()
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._backward = [0.0] * buckets
 
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Some of what was counted as one part belongs to another."""
-        self.seconds[source] -= seconds
-        self.seconds[target] += seconds
+    def add(self, record: StepRecord, stats: StepStats) -> None:
+        for sums in (self.of_epoch, self.of_run):
+            sums.add(record, stats)
+        for part, seconds in record.seconds.items():
+            self._seconds[part] += seconds
+
+    def add_backward(self, began: float, ready: Sequence[float]) -> None:
+        """Share out backward's time: a bucket has the time from when the one before was ready."""
+        for index in sorted(range(len(ready)), key=ready.__getitem__):
+            self._backward[index] += ready[index] - began
+            began = ready[index]
+
+    def epoch(self, record: StepRecord, loss: float, validation: Validation) -> EpochRecord:
+        """The current epoch, after its last step.
+
+        Args:
+            loss: mean over steps and workers.
+        """
+        sums = self.of_epoch
+        return EpochRecord(
+            epoch=record.epoch,
+            steps=record.step + 1,
+            loss=loss,
+            lr=record.lr,
+            phase={0: "dense", sums.steps: "sparse"}.get(sums.sparse_steps, "mixed"),
+            sparsity=sums.sparsity / sums.steps,
+            compression_ratio=sums.compression_ratio,
+            bytes_sent=sums.bytes_sent,
+            seconds=sums.seconds,
+            samples_per_second=sums.steps * record.samples / sums.seconds,
+            waited_for_data=sums.data,
+            validation=validation.metrics,
+            examples=validation.examples,
+        )
+
+    def outcome(
+        self,
+        plan: Plan,
+        steps: int,
+        epochs: Sequence[EpochRecord],
+        summary: Summary,
+        memory: Sequence[dict[str, float]],
+    ) -> Outcome:
+        """The run, after its last step.
+
+        Args:
+            memory: of each worker.
+        """
+        sums, here = self.of_run, max(1, steps - plan.first_step)
+        return Outcome(
+            plan=plan,
+            epochs=tuple(epochs),
+            steps=steps,
+            sparse_steps=sums.sparse_steps,
+            sparsity=sums.sparse_sparsity / max(1, sums.sparse_steps),
+            compression_ratio=sums.compression_ratio,
+            bytes_sent=sums.bytes_sent,
+            dense_bytes=plan.dense_bytes * sums.steps,
+            seconds=time.perf_counter() - self._started,
+            step_seconds={part: seconds / here for part, seconds in self._seconds.items()},
+            buckets=self._buckets(summary, here),
+            memory={name: max(part[name] for part in memory) for name in memory[0]},
+        )
+
+    def _buckets(self, summary: Summary, steps: int) -> tuple[BucketTiming, ...]:
+        timings = []
+        for bucket, backward in zip(summary.buckets, self._backward, strict=True):
+            seconds = {stage: s / steps for stage, s in bucket.totals.seconds.items()}
+            timings.append(
+                BucketTiming(
+                    parameters=bucket.parameters,
+                    numel=bucket.numel,
+                    algorithm=bucket.algorithm,
+                    sparsity=bucket.totals.sparsity,
+                    bytes_sent=bucket.totals.bytes_sent / steps,
+                    backward=backward / steps,
+                    merge=seconds["accumulate"],
+                    compression=seconds["select"],
+                    allreduce=seconds["exchange"] + seconds["reduce"] + seconds["gather"],
+                    demerge=seconds["apply"],
+                )
+            )
+        return tuple(timings)
 
 
 def memory(device: torch.device) -> dict[str, float]:

@@ -1,16 +1,17 @@
-"""What is known of a run: its plan, each step, each epoch, and the end."""
+"""Records of a run: its plan, each step, each epoch, and the outcome."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..workloads.base import Example
 from .config.config import Config
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is going to do, known before its first step."""
+    """The plan of a run, known before its first step."""
 
     config: Config
     folder: str
@@ -63,14 +64,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A validation utterance, and what the model made of it."""
-
-    reference: str
-    hypothesis: str
-
-
-@dataclass(frozen=True)
 class EpochRecord:
     """One pass over the training set, by all workers."""
 
@@ -94,13 +87,13 @@ class EpochRecord:
     waited_for_data: float
     """Seconds, of `seconds`, that rank 0 waited for batches."""
     validation: dict[str, float]
-    """loss, wer, cer ...; empty where the epoch was not validated."""
+    """Metrics of the workload by name; empty where the epoch was not validated."""
     examples: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """Mean seconds of a step's parts, for what is reduced together."""
+    """Mean seconds of the parts of a step, for one bucket."""
 
     parameters: tuple[str, ...]
     numel: int
@@ -111,9 +104,9 @@ class BucketTiming:
     backward: float
     """From when the bucket before it was ready until this one was."""
     merge: float
-    """Adding the gradient to the residual, where that is one pass with the selection, both."""
+    """Adding the gradient to the residual; with the selection, where both are one pass."""
     compression: float
-    """Selecting what is sent."""
+    """Selecting the entries to send."""
     allreduce: float
     """Exchanging, adding up and gathering."""
     demerge: float
@@ -140,7 +133,7 @@ class Outcome:
     bytes_sent: int
     """By rank 0, in all steps."""
     dense_bytes: int
-    """What a worker would have sent in as many dense steps."""
+    """Bytes that a worker would have sent in as many dense steps."""
     seconds: float
     """Of this process, validation and checkpoints included."""
     step_seconds: dict[str, float]
@@ -151,7 +144,7 @@ class Outcome:
 
 
 class Observer(Protocol):
-    """What wants to know of a run; Trainer calls it on rank 0."""
+    """Follows a run. Trainer calls it on rank 0."""
 
     def started(self, plan: Plan) -> None: ...
 

@@ -1,15 +1,15 @@
-"""The folder of a run: everything that is kept of it.
+"""The folder of a run, with everything that is kept of it.
 
     config.toml         the final configuration; `oktopk train --config` reads it
     environment.json    versions and the machine, of the process that ran last
     metrics.jsonl       one line a step and one an epoch, from the first to the last
-    train.log           what was said, with the time
+    train.log           messages, with the time
     summary.json        the outcome, once there is one
     tensorboard/        the same metrics for TensorBoard
     checkpoint/         written by the trainer
 
-A run that is killed and resumed has each step in `metrics.jsonl` exactly once: what was recorded
-after the checkpoint happens again, so it is dropped when the run goes on.
+A run that is killed and resumed has each step in `metrics.jsonl` exactly once. Steps after the
+checkpoint happen again, so their records are dropped when the run goes on.
 """
 
 from __future__ import annotations
@@ -19,28 +19,24 @@ import json
 import logging
 import os
 import platform
-import re
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint import MANIFEST
+from ..common import files
 from ..common.errors import UserError
 from ..common.format import byte_size, duration, number, percent, plural, toml
-from ..common.values import build, parse, read
 from ..common.version import version_of
+from ..workloads.base import Example
 from .config.config import Config
-from .records import EpochRecord, Example, Outcome, Plan, StepRecord
+from .folders import CHECKPOINT, writing
+from .metrics_file import METRICS, drop_from
+from .records import EpochRecord, Outcome, Plan, StepRecord
 
-METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
-CHECKPOINT = "checkpoint"
 log = logging.getLogger("oktopk")
 
 
@@ -50,8 +46,8 @@ class RunFolder:
     Args:
         path: made if it is not there. A folder that has metrics of another run is refused.
         tensorboard: write event files for TensorBoard too.
-        resume_step: the step that a resumed run goes on with, its checkpoint's; 0 begins again,
-            without what is recorded in the folder.
+        resume_step: the step of the checkpoint that a resumed run goes on from. 0 begins again and
+            drops all records in the folder.
         resume_epoch: the epoch that it goes on with.
     """
 
@@ -73,28 +69,29 @@ class RunFolder:
         self._log = _LogFile()
 
     def started(self, plan: Plan) -> None:
-        with _writing(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_names()
             metrics = self.path / METRICS
             if self._resume_step is not None:
                 if self._resume_step == 0 and metrics.exists():
                     log.warning("%s has no checkpoint: the run begins again", self.path)
-                _drop_from(metrics, self._resume_step, self._resume_epoch)
+                drop_from(metrics, self._resume_step, self._resume_epoch)
             elif metrics.exists() and metrics.stat().st_size:
                 raise UserError(
                     f"{self.path} holds a run already: `--resume auto` goes on with it, another "
                     f"--run-dir begins a new one"
                 )
-            _replace(self.path / "config.toml", toml(settings(plan.config)).encode())
-            _replace(self.path / "environment.json", _json(environment(plan)))
-            # A line is written at once: what is lost in a crash is at most the line being written.
+            files.write(self.path / "config.toml", toml(settings(plan.config)).encode())
+            files.write(self.path / "environment.json", _json(environment(plan)))
+            # Each line is written at once: a crash loses at most the line being written.
             self._metrics = open(metrics, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
             self._log.open(self.path / "train.log")
         self._log.note(
             f"{'resumed' if plan.first_step else 'started'} at step {plan.first_step} of "
             f"{plan.steps}: {plural(plan.workers, 'worker')} on {plan.device}, "
-            f"{plural(plan.parameters, 'parameter')}, {plural(plan.samples, 'sample')}, "
+            f"{plural(plan.parameters, 'parameter')}, "
+            f"{plural(plan.samples, plan.config.workload.sample)}, "
             f"dense until step {min(plan.dense_steps, plan.steps)}"
             + (f", weights from {plan.weights_from}" if plan.weights_from else "")
         )
@@ -102,7 +99,7 @@ class RunFolder:
             self._open_tensorboard()
 
     def _check_names(self) -> None:
-        """Find out before training what could not be written after it."""
+        """Find out now whether the files at the end of training can be written."""
         summary, checkpoint = self.path / SUMMARY, self.path / CHECKPOINT
         if summary.is_dir() or (checkpoint.exists() and not checkpoint.is_dir()):
             raise UserError(
@@ -124,7 +121,7 @@ class RunFolder:
         self._scalars(scalars, record.step)
 
     def validating(self, done: int, total: int) -> None:
-        """Nothing is kept of it."""
+        """Not kept."""
 
     def epoch_ended(self, record: EpochRecord) -> None:
         self._record("epoch", record)
@@ -133,7 +130,7 @@ class RunFolder:
         scalars = {f"validation/{name}": value for name, value in record.validation.items()}
         self._scalars({"epoch/loss": record.loss, **scalars}, step)
         if self._board is not None and record.examples:
-            with _writing(self.path):
+            with writing(self.path):
                 self._board.add_text("validation/examples", _markdown(record.examples), step)
         validation = "".join(f", {key} {number(x)}" for key, x in record.validation.items())
         self._log.note(
@@ -148,8 +145,8 @@ class RunFolder:
         summary["plan"]["config"] = outcome.plan.config.as_dict()
         for bucket, timing in zip(summary["buckets"], outcome.buckets, strict=True):
             bucket["total"] = timing.total
-        with _writing(self.path):
-            _replace(self.path / SUMMARY, _json(summary))
+        with writing(self.path):
+            files.write(self.path / SUMMARY, _json(summary))
         self._log.note(
             f"finished after {plural(outcome.steps, 'step')}, {outcome.sparse_steps} of them "
             f"sparse, in {duration(outcome.seconds)}"
@@ -158,7 +155,7 @@ class RunFolder:
     def close(self) -> None:
         metrics, self._metrics = self._metrics, None
         board, self._board = self._board, None
-        # What could not be written has been told when it was recorded.
+        # An error in writing was reported when the record was made.
         with suppress(OSError):
             if metrics is not None:
                 metrics.close()
@@ -170,14 +167,14 @@ class RunFolder:
 
     def _record(self, kind: str, record: StepRecord | EpochRecord) -> None:
         if self._metrics is None:
-            raise RuntimeError("RunFolder.started comes before what is recorded")
+            raise RuntimeError("call RunFolder.started before anything is recorded")
         line = json.dumps({"kind": kind, **dataclasses.asdict(record)}, allow_nan=False)
-        with _writing(self.path):
+        with writing(self.path):
             self._metrics.write(line + "\n")
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         if self._board is not None:
-            with _writing(self.path):
+            with writing(self.path):
                 for name, value in scalars.items():
                     self._board.add_scalar(name, value, step)
 
@@ -192,7 +189,7 @@ class RunFolder:
             return
         self._excepthook, threading.excepthook = threading.excepthook, self._thread_failed
         try:
-            with _writing(self.path):
+            with writing(self.path):
                 self._board = SummaryWriter(
                     str(self.path / "tensorboard"), purge_step=self._resume_step, flush_secs=10
                 )
@@ -207,7 +204,7 @@ class RunFolder:
 
 
 def environment(plan: Plan) -> dict[str, Any]:
-    """What a result depends on beside its configuration, without names of hosts and users."""
+    """Facts that a result depends on beside its configuration, without names of hosts or users."""
     packages = ("oktopk", "torch", "numpy", "numba")
     return {
         "versions": {
@@ -223,77 +220,19 @@ def environment(plan: Plan) -> dict[str, Any]:
     }
 
 
-def read_metrics(
-    path: str | os.PathLike[str],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps and epochs of a run's folder, or of its metrics.jsonl, as they were recorded."""
-    file = Path(path) / METRICS if os.path.isdir(path) else Path(path)
-    if not os.path.isfile(file):
-        raise UserError(f"{file} is not there: name a run's folder")
-    records = [line.values for line in _lines(file)]
-    steps = [record for record in records if record["kind"] == "step"]
-    return steps, [record for record in records if record["kind"] == "epoch"]
-
-
 def settings(config: Config) -> dict[str, Any]:
-    """What of a configuration is worth using again: not where this run is kept."""
+    """The values that are worth using again: all but the place of this run."""
     values = config.as_dict()
     return {name: values[name] for name in values if name not in ("resume", "run_dir")}
 
 
-def previous_epochs(path: str | os.PathLike[str], before_epoch: int) -> tuple[EpochRecord, ...]:
-    """The epochs that had ended before one began, of the run in a folder."""
-    metrics = Path(path) / METRICS
-    if not metrics.exists():
-        return ()
-    records = [line.record for line in _lines(metrics)]
-    epochs = [record for record in records if isinstance(record, EpochRecord)]
-    return tuple(record for record in epochs if record.epoch < before_epoch)
-
-
-def new_run_folder(recipe: str, base: Path = Path("runs")) -> Path:
-    """Make runs/RECIPE-YYYYMMDD-HHMMSS, or that with -2, -3 ... if it is taken."""
-    name = f"{recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with _writing(base):
-        base.mkdir(parents=True, exist_ok=True)
-        attempt = 1
-        while True:
-            path = base / (name if attempt == 1 else f"{name}-{attempt}")
-            try:
-                path.mkdir(exist_ok=False)
-            except FileExistsError:
-                attempt += 1
-            else:
-                return path
-
-
-def latest_run(recipe: str, base: Path = Path("runs")) -> Path | None:
-    """The newest folder of a recipe's runs that has a checkpoint."""
-    pattern = re.compile(re.escape(recipe or "run") + r"-(\d{8}-\d{6})(?:-(\d+))?")
-    found = []
-    for name in _names(base):
-        match, path = pattern.fullmatch(name), base / name
-        if match and os.path.isfile(path / CHECKPOINT / MANIFEST):
-            found.append((match[1], int(match[2] or 1), path))
-    return max(found)[2] if found else None
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}") from None
-
-
 class _LogHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: what is recorded goes to the same folder, and its failure is told."""
+        """Ignore it: metrics go to the same folder, and their failure is reported."""
 
 
 class _LogFile:
-    """train.log: what the package logs, and what the folder notes itself."""
+    """train.log: messages of the package, and notes of the folder."""
 
     def __init__(self) -> None:
         self._handler: logging.FileHandler | None = None
@@ -307,15 +246,15 @@ class _LogFile:
         )
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         if not log.hasHandlers() and logging.lastResort is not None:
-            # Nobody has set logging up. Then Python shows warnings by itself, but only as long as
-            # there is no handler at all; ours must not silence them.
+            # If logging is not set up, Python shows warnings by itself, but only as long as there
+            # is no handler at all. Ours must not silence them.
             log.addHandler(logging.lastResort)
             self._level = log.level
             log.setLevel(logging.INFO)
         log.addHandler(self._handler)
 
     def note(self, text: str) -> None:
-        """To the file only: the screen has its own view of it."""
+        """Write to the file only; the console shows it in its own way."""
         if self._handler is not None:
             self._handler.handle(log.makeRecord(log.name, logging.INFO, "", 0, text, (), None))
 
@@ -331,90 +270,15 @@ class _LogFile:
             self._level = None
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line of metrics.jsonl."""
-
-    text: bytes
-    values: dict[str, Any]
-    """As they were recorded."""
-    record: StepRecord | EpochRecord
-
-
-def _lines(file: Path) -> Iterator[_Line]:
-    """All that was recorded. The last line may be half written, then it does not count."""
-    try:
-        lines = read(file).splitlines()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
-    for place, text in enumerate(lines, 1):
-        try:
-            values = parse(text)
-        except ValueError as error:
-            if place == len(lines):
-                return
-            raise _damaged(file, place, error) from None
-        try:
-            line = _Line(text, values, _record(values))
-        except ValueError as error:
-            raise _damaged(file, place, error) from None
-        yield line
-
-
-def _record(values: object) -> StepRecord | EpochRecord:
-    if not isinstance(values, dict):
-        raise ValueError("it is not an object")
-    if values.get("kind") == "step":
-        return build(StepRecord, values)
-    if values.get("kind") == "epoch":
-        return build(EpochRecord, values)
-    raise ValueError("its kind is neither step nor epoch")
-
-
-def _damaged(file: Path, place: int, error: ValueError) -> UserError:
-    return UserError(
-        f"line {place} of {file} is damaged ({error}): remove that line, the others can be read"
-    )
-
-
-def _drop_from(metrics: Path, step: int, epoch: int) -> None:
-    """Keep what was recorded before a step and an epoch: they are about to happen again."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in _lines(metrics):
-        record = line.record
-        early = record.step < step if isinstance(record, StepRecord) else record.epoch < epoch
-        if early:
-            kept.append(line.text + b"\n")
-    _replace(metrics, b"".join(kept))
-
-
 def _markdown(examples: tuple[Example, ...]) -> str:
-    rows = (f"| {x.reference} | {x.hypothesis or '(nothing)'} |" for x in examples)
-    return "\n".join(("| reference | hypothesis |", "|---|---|", *rows))
+    """A table, with a row for each example."""
+    labels = list(examples[0])
+    rows = ([example.get(label) or "(nothing)" for label in labels] for example in examples)
+    cells = (
+        " | ".join(row).replace("\n", "<br>") for row in [labels, ["---"] * len(labels), *rows]
+    )
+    return "\n".join(f"| {row} |" for row in cells)
 
 
 def _json(content: Any) -> bytes:
     return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """The old content or the new one, whenever the machine stops."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror or error}; make room or get the right to "
-            f"write there, or name another folder with --run-dir"
-        ) from error

@@ -1,28 +1,26 @@
 """Contenders: ways to average gradients, as they are written on the command line of `oktopk bench`.
 
 A contender is a name, and options behind a colon: `dense`, `powersgd:2`, `gtopk:density=0.01`,
-`oktopk:wire=int8,warmup_steps=20,lr=0.002`. Which options there are, and of what type, is read from
-the dataclasses that take them, so an algorithm's new knob can be used here at once.
+`oktopk:wire=int8,warmup_steps=20,lr=0.002`. Options and their types come from the dataclasses that
+take them, so a new knob of an algorithm can be written here at once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ...common.errors import UserError
-from ...train.config.config import Config
-from ...train.config.options import did_you_mean
+from ...common.flags import did_you_mean
+from ...common.typed import describe, from_text
+from ...train.config.options import hints
 
 if TYPE_CHECKING:
     from ...algorithms import Algorithm
 
 BASELINE = "dense"
-"""What everything is compared with: DDP as it is, or a plain all_reduce."""
+"""The contender that all others are compared with: DDP as it is, or a plain all_reduce."""
 OWN_DENSE = "own-dense"
 """The library's dense algorithm; its name, dense, is taken by the baseline."""
 HOOKS = ("fp16", "bf16", "powersgd")
@@ -32,10 +30,9 @@ OF_TRAINING = (
     *("optimizer", "lr", "momentum", "weight_decay", "schedule", "clip", "autocast"),
     "bucket_mb",
 )
-"""Fields of `Config` that a contender may have its own values of."""
+"""Fields of `Config` that a contender may set for itself."""
 OF_OWN_TRAINING = ("norm_clip", "refresh_interval", "scope", "dense_below")
-"""The same, for the library's algorithms only."""
-_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+"""Further ones, for the library's algorithms only."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class PowerSGD:
     start: int = 2
     """Dense steps before the first compressed one; DDP needs at least 2."""
     min_compression_rate: float = 2.0
-    """Matrices that would not become smaller by this factor are sent as they are."""
+    """A matrix that does not get smaller by this factor is sent uncompressed."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -65,7 +62,7 @@ class Contender:
     """One way to average gradients."""
 
     spec: str
-    """As it was written."""
+    """As the user wrote it."""
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the algorithm, or of PowerSGD."""
@@ -83,7 +80,7 @@ class Contender:
         return self.own and self.name != OWN_DENSE
 
     def algorithm(self, **defaults: Any) -> Algorithm:
-        """The library's algorithm; options that were not written have the defaults given."""
+        """The library's algorithm; the defaults stand for options that were not written."""
         from ...algorithms import algorithm  # here, not above: help does without torch
 
         if self.name == OWN_DENSE:
@@ -94,7 +91,7 @@ class Contender:
         return PowerSGD(**self.options)
 
     def dense_steps(self, warmup_steps: int) -> int:
-        """Steps at the beginning which are not yet as all later ones."""
+        """Dense steps at the beginning, before compression starts."""
         if self.name == "powersgd":
             return self.power_sgd().start
         return self.algorithm(warmup_steps=warmup_steps).warmup_steps if self.sparse else 0
@@ -109,20 +106,35 @@ def known() -> list[str]:
 
 
 def parse(spec: str, *, training: bool) -> Contender:
-    """A contender as it is written; what is wrong with it is a UserError that names the fix.
+    """Read a contender. A mistake is a UserError that names the fix.
 
     Args:
-        training: whether there is a training, whose options may be given, too.
+        training: accept options of training, too.
     """
     name, _, rest = spec.partition(":")
     name = name.lower()
     if name not in known():
         close = did_you_mean(name, known()) or f"; the known ones are {', '.join(known())}"
         raise UserError(f"unknown contender {name!r}{close}")
+    contender = Contender(spec, name, *_options(spec, name, rest, training))
+    try:
+        if contender.name == "powersgd":
+            contender.power_sgd()
+        elif contender.own:
+            contender.algorithm()
+    except ValueError as error:
+        raise UserError(f"{spec}: {error}") from None
+    return contender
+
+
+def _options(
+    spec: str, name: str, rest: str, training: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the algorithm, and those of training."""
     owner = _owner(name)
     kinds = kinds_of(owner) if owner is not None else {}
     of_training = OF_TRAINING + (OF_OWN_TRAINING if name not in (BASELINE, *HOOKS) else ())
-    config = {key: kind for key, kind in kinds_of(Config).items() if key in of_training}
+    config = {key: kind for key, kind in hints().items() if key in of_training}
     options: dict[str, Any] = {}
     for_training: dict[str, Any] = {}
     for part in rest.split(",") if rest else []:
@@ -138,19 +150,11 @@ def parse(spec: str, *, training: bool) -> Contender:
         else:
             there = ", ".join((*kinds, *(config if training else ()))) or "none"
             raise UserError(f"{spec}: there is no option {key!r} for {name}; there are: {there}")
-    contender = Contender(spec, name, options, for_training)
-    try:
-        if owner is PowerSGD:
-            contender.power_sgd()
-        elif owner is not None:
-            contender.algorithm()
-    except ValueError as error:
-        raise UserError(f"{spec}: {error}") from None
-    return contender
+    return options, for_training
 
 
 def _registered(name: str) -> str:
-    """A name as `oktopk.algorithm` knows it."""
+    """The name that `oktopk.algorithm` knows."""
     return BASELINE if name == OWN_DENSE else name
 
 
@@ -168,48 +172,12 @@ def _owner(name: str) -> type | None:
 def kinds_of(owner: type) -> dict[str, Any]:
     """A dataclass's fields and their types."""
     hints = get_type_hints(owner)
-    return {knob.name: hints[knob.name] for knob in dataclasses.fields(owner)}
+    return {each.name: hints[each.name] for each in fields(owner)}
 
 
 def read(where: str, key: str, kind: Any, text: str) -> Any:
-    """The value of an option; `where` it was written is told if it is none."""
+    """The value of an option; `where` names the place of a mistake."""
     try:
-        return _convert(kind, text)
+        return from_text(kind, text)
     except ValueError:
-        raise UserError(f"{where}: {key} must be {_describe(kind)}, not {text!r}") from None
-
-
-def _convert(kind: Any, text: str) -> Any:
-    """Text to a value of a type; ValueError if it is none."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        if text.lower() == "none" and type(None) in inner:
-            return None
-        return _convert(next(each for each in inner if each is not type(None)), text)
-    if origin is Literal:
-        if text not in inner:
-            raise ValueError
-        return text
-    if origin is tuple:  # commas separate options
-        return tuple(_convert(inner[0], part) for part in text.split("/") if part)
-    if kind is bool:
-        if text.lower() not in _BOOLEANS:
-            raise ValueError
-        return _BOOLEANS[text.lower()]
-    convert: Callable[[str], Any] = kind
-    value = convert(text)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError
-    return value
-
-
-def _describe(kind: Any) -> str:
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return _describe(next(each for each in inner if each is not type(None))) + " or none"
-    if origin is Literal:
-        return f"one of {', '.join(inner)}"
-    if origin is tuple:
-        return f"{_describe(inner[0])}, or several with / between them"
-    plain = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return plain.get(kind, str(kind))
+        raise UserError(f"{where}: {key} must be {describe(kind)}, not {text!r}") from None

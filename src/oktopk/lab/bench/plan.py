@@ -1,6 +1,6 @@
-"""What `oktopk bench` is to measure, made from its arguments.
+"""The plan of `oktopk bench`, made from its arguments.
 
-Everything that a user can have got wrong is looked at here, before the first rank is started.
+All mistakes of a user are found here, before the first rank is started.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...common import host as room
+from ...common import host
 from ...common.errors import UserError
 from ...common.format import byte_size
-from ...train.config.config import Config
-from ...train.config.recipes import RECIPES
-from ..network.network import Link, check_hosts, unavailable
+from ...train.config.options import hints
+from ...workloads import RECIPES, WORKLOADS
+from ..network import Link, check_hosts, unavailable
 from . import files
-from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, kinds_of, parse, read
+from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, parse, read
 
 _DEFAULT_CONTENDERS = {
     "raw": ("fp16", "bf16", "powersgd:1", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank"),
@@ -32,17 +32,17 @@ _COPIES = 4
 _MOST_DENSE_STEPS = 1000
 SECONDS = {"raw": 30.0, "train": 900.0}
 OF_RECIPE = (
-    *("dnn", "dataset", "train_manifest", "val_manifest", "features", "augment", "width", "depth"),
-    *("bidirectional", "batch_size"),
+    *dict.fromkeys(name for each in WORKLOADS for name in each.options() if name != "data_dir"),
+    "batch_size",
     *OF_TRAINING,
     *OF_OWN_TRAINING,
 )
-"""Fields of `Config` that --set can change for all contenders."""
+"""Options of `Config` that --set can change for all contenders."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What is to be measured; all of it is known to be right."""
+    """Everything that is to be measured. All of it has been checked."""
 
     workload: str
     contenders: Sequence[Contender]
@@ -63,10 +63,10 @@ class Bench:
     warmup_steps: int
     target_loss: float | None
     arguments: Mapping[str, Any]
-    """As they were given, to be kept with the results."""
+    """As the user gave them, to be kept with the results."""
 
     def entries(self) -> list[tuple[Contender, float | None]]:
-        """All contenders but the first; the sparse ones with each density, unless they have one."""
+        """All contenders but the first. Sparse ones without a density run with each density."""
         return [
             (contender, density)
             for contender in self.contenders[1:]
@@ -81,15 +81,11 @@ class Bench:
 
 
 def check(args: argparse.Namespace) -> Bench:
-    """Look at all that can be wrong; UserError says what is."""
+    """The plan; UserError says what is wrong with the arguments."""
     training = args.workload == "train"
-    specs = args.contenders or _DEFAULT_CONTENDERS[args.workload]
-    contenders = [parse(spec, training=training) for spec in dict.fromkeys(specs)]
-    dense = next((each for each in contenders if each.name == BASELINE), None)
-    others = [each for each in contenders if each is not dense]
-    contenders = [dense or parse(BASELINE, training=training), *others]
+    contenders = _contenders(args, training)
     if args.append and not args.json:
-        raise UserError("--append needs --json FILE, to know where to")
+        raise UserError("--append needs --json FILE")
     for hosts in args.hosts:
         check_hosts(hosts)
     loopback, links = _links(args)
@@ -127,11 +123,20 @@ def check(args: argparse.Namespace) -> Bench:
     return bench
 
 
+def _contenders(args: argparse.Namespace, training: bool) -> list[Contender]:
+    """Dense, and all others in their order."""
+    specs = args.contenders or _DEFAULT_CONTENDERS[args.workload]
+    found = [parse(spec, training=training) for spec in dict.fromkeys(specs)]
+    dense = next((each for each in found if each.name == BASELINE), None)
+    others = [each for each in found if each is not dense]
+    return [dense or parse(BASELINE, training=training), *others]
+
+
 def _links(args: argparse.Namespace) -> tuple[bool, list[Link]]:
     """Whether to run on loopback, and the links to try."""
     shaped = bool(args.rate or args.delay or args.loss)
     if args.loopback and shaped:
-        raise UserError("--loopback has no --rate, --delay or --loss: leave the one or the others")
+        raise UserError("--loopback has no --rate, --delay or --loss: leave out one or the other")
     reason = None if args.loopback else unavailable()
     if reason and shaped:
         raise UserError(reason)
@@ -150,7 +155,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {"seed": args.seed, "data_dir": args.data_dir}
     if args.epochs:
         values["max_epochs"] = args.epochs
-    kinds = kinds_of(Config)
+    kinds = hints()
     for part in args.set:
         key, _, text = part.partition("=")
         if key not in OF_RECIPE:
@@ -160,7 +165,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_options(bench: Bench) -> None:
-    """Algorithms accept their options, with the densities that they will have."""
+    """Check that algorithms accept their options, with the densities that they will have."""
     try:
         for contender, density in bench.entries():
             if contender.own:
@@ -170,9 +175,9 @@ def _check_options(bench: Bench) -> None:
 
 
 def _check_raw(bench: Bench) -> None:
-    """Gradients fit into memory, and the dense steps before the first that counts have an end."""
+    """Check that gradients fit into memory, and that dense steps at the beginning are few."""
     needed = 4 * bench.numel * _COPIES * max(bench.hosts)
-    left = room.left()
+    left = host.left()
     if left is not None and needed > left:
         raise UserError(
             f"--numel {bench.numel} takes at least {byte_size(needed)} on {max(bench.hosts)} "
@@ -181,19 +186,18 @@ def _check_raw(bench: Bench) -> None:
     for contender in bench.contenders:
         if (steps := contender.dense_steps(0)) > _MOST_DENSE_STEPS:
             raise UserError(
-                f"{contender.spec}: raw has nothing to warm up, but would take {steps} dense steps "
-                f"before the first that it measures: at most {_MOST_DENSE_STEPS} are allowed"
+                f"{contender.spec}: raw would take {steps} dense steps before it measures the "
+                f"first: at most {_MOST_DENSE_STEPS} are allowed"
             )
 
 
 def _check_training(bench: Bench) -> None:
-    """Configurations fit, and the corpus is there; it is made now if need be, in sight."""
-    from ...workloads.speech.workload import corpora
-    from .training import make_config
+    """Check that configurations are valid, and that the corpus is there, or make it now."""
+    from .training import make_config  # needs the extras of the workload
 
     try:
         for contender in bench.contenders:
             config = make_config(bench.recipe, bench.values, contender, bench.warmup_steps)
     except UserError as error:
         raise UserError(f"{contender.spec}: {error}") from None
-    corpora(config, sys.stderr.isatty())
+    config.workload.prepare(sys.stderr.isatty())

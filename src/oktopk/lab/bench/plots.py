@@ -1,7 +1,8 @@
-"""Results of `oktopk bench` as a picture; needs matplotlib, the extra `plots`.
+"""Results of `oktopk bench` as a picture. It needs matplotlib, the extra `plots`.
 
-The raw workload: speed-up over dense against the links' rate; where there is one rate only, bars.
-Training: loss against seconds. One panel for each number of hosts and, in training, each link.
+A panel of the raw workload shows speed-ups over dense against the rate of the links, or bars if
+there is one rate only. A panel of training shows loss against seconds. There is one panel for each
+number of hosts and, in training, for each link.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_POINTS = 500
 
 
 def check(path: Path) -> None:
-    """Find out before measuring that nothing could be drawn."""
+    """UserError if nothing could be drawn, which the user should know before measuring."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"--plot {path} must end in {' or '.join(SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -40,7 +41,7 @@ def check(path: Path) -> None:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw all results, of one run or several, into one picture."""
+    """Draw all results, of one run or several."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -143,7 +144,7 @@ def _losses(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
         colour, line = styles[result.name]
         label = None if result.name in drawn else result.name
         drawn.add(result.name)
-        # The first means are of a few batches, the shortest ones.
+        # The first means are of a few batches only.
         curve = result.curve[(result.window or 1) - 1 :] or result.curve
         curve = curve[:: max(1, len(curve) // _MOST_POINTS)]
         seconds, losses = [point[0] for point in curve], [point[1] for point in curve]
@@ -165,7 +166,7 @@ def _losses(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
 
 
 def _rate(bits: float) -> str:
-    """As one reads it: 100M, 1G."""
+    """A rate such as 100M or 1G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits >= size:
             return f"{bits / size:g}{unit}"

@@ -1,18 +1,19 @@
 """The race: for each number of hosts, for each link, every contender in its turn.
 
-For each of them a network is made, and one rank started on each host. They stay for all contenders.
+Each of these settings gets a network of its own, and one rank on each host. The ranks stay for all
+contenders.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 
-from ..network.network import Loopback, Network
+from ...common.host import cores
+from ..network import Loopback, Network
 from . import results
+from .messages import Answer, Job, RawJob, TrainingJob
 from .plan import Bench
 from .ranks import Ranks, RanksError
 from .results import Result, Setting
@@ -21,17 +22,14 @@ from .status import Status
 
 @dataclass(frozen=True)
 class Group:
-    """What is known of one setting."""
+    """The results of one setting."""
 
     results: list[Result]
     """Dense first."""
     notes: list[str]
     """On contenders without a result."""
     whole: bool = False
-    """No more contenders come."""
-
-
-_Found = Iterator[tuple[list[Result], list[str]]]
+    """No more contenders follow."""
 
 
 def measure(bench: Bench, status: Status) -> Generator[Group, None, None]:
@@ -46,7 +44,7 @@ def measure(bench: Bench, status: Status) -> Generator[Group, None, None]:
             delay=link.delay,
             loss=link.loss,
             loopback=bench.loopback,
-            cores=results.cores(),
+            cores=len(cores()),
             threads=bench.threads,
         )
         status.show(f"P = {size}, {setting.link}: starting ranks")
@@ -56,14 +54,14 @@ def measure(bench: Bench, status: Status) -> Generator[Group, None, None]:
                 hosts, counts=not bench.loopback, threads=bench.threads, timeout=bench.timeout
             ) as ranks,
         ):
-            one = _train if bench.workload == "train" else _raw
+            race = _train if bench.workload == "train" else _raw
             group = Group([], [])
-            for found, notes in one(bench, setting, _Runner(ranks, status, setting)):
+            for found in race(bench, setting, _Runner(ranks, status, setting)):
                 baseline = bench.contenders[0].spec
-                compared = results.compare(found, bench.target_loss, baseline)
-                group = Group(compared, list(notes))
+                compared = results.compare(found.results, bench.target_loss, baseline)
+                group = Group(compared, list(found.notes))
                 yield group
-        yield dataclasses.replace(group, whole=True)
+        yield replace(group, whole=True)
 
 
 class _Runner:
@@ -73,14 +71,12 @@ class _Runner:
         self._ranks, self._status = ranks, status
         self.where = f"P = {setting.hosts}, {setting.link}"
 
-    def __call__(self, name: str, job: Mapping[str, Any]) -> list[dict[str, Any]]:
-        number = self._status.next_number()
-        title = f"{self.where}: {name}"
+    def __call__(self, job: Job) -> list[Answer]:
+        title = f"{self.where}: {job.contender}"
         self._status.show(title)
         try:
             return self._ranks.run(
-                {**job, "contender": name, "number": number},
-                lambda said: self._status.show(f"{title}, step {said['step']} of {said['steps']}"),
+                job, lambda said: self._status.show(f"{title}, step {said.step} of {said.steps}")
             )
         except RanksError as error:
             raise RanksError(f"{title}: {error}") from None
@@ -89,79 +85,79 @@ class _Runner:
         self._status.finished()
 
 
-def _raw(bench: Bench, setting: Setting, run: _Runner) -> _Found:
-    """All contenders; dense steps are spread over the whole time, between the others.
+def _raw(bench: Bench, setting: Setting, run: _Runner) -> Iterator[Group]:
+    """All contenders, with pieces of dense before, between and after them.
 
-    So what the machine does besides slows down dense as much as the others.
+    So other work on the machine slows down dense as much as the others.
     """
     entries = bench.entries()
     pieces = len(entries) + 1
     steps = bench.steps or 20
-    common = {"workload": "raw", "numel": bench.numel, "seed": bench.seed}
-    dense: list[list[dict[str, Any]]] = []
-    name = bench.contenders[0].spec
-
-    def dense_piece() -> None:
-        done = sum(len(piece[0]["steps"]) for piece in dense)
-        job = {
-            "density": None,
-            "first": done,
-            "settle": 0 if dense else 1,
-            "skip": 0 if dense else 1,
-            "steps": -(-steps // pieces),
-            "least": -(-3 // pieces),
-            "seconds": bench.seconds / pieces,
-        }
-        dense.append(run(name, {**common, **job}))
-
+    job = RawJob(
+        contender=bench.contenders[0].spec,
+        density=None,
+        numel=bench.numel,
+        seed=bench.seed,
+        first=0,
+        settle=1,
+        skip=1,
+        steps=-(-steps // pieces),
+        least=-(-3 // pieces),
+        seconds=bench.seconds / pieces,
+    )
+    dense = [run(job)]
     found: list[Result] = []
 
-    def all_found() -> tuple[list[Result], list[str]]:
-        return [results.summarize(setting, name, None, dense), *found], []
+    def group() -> Group:
+        return Group([results.summarize(setting, job.contender, None, dense), *found], [])
 
-    dense_piece()
     for contender, density in entries:
         settle = contender.dense_steps(0) + (3 if contender.own else 1)
-        job = {
-            "density": density,
-            "first": 0,
-            "settle": settle,
-            "skip": max(settle, bench.skip) if contender.own else settle,
-            "steps": steps,
-            "least": 3,
-            "seconds": bench.seconds,
-        }
-        answers = run(contender.spec, {**common, **job})
+        answers = run(
+            replace(
+                job,
+                contender=contender.spec,
+                density=density,
+                settle=settle,
+                skip=max(settle, bench.skip) if contender.own else settle,
+                steps=steps,
+                least=3,
+                seconds=bench.seconds,
+            )
+        )
         found.append(results.summarize(setting, contender.spec, density, [answers]))
         run.finished()
-        yield all_found()
-        dense_piece()
+        yield group()
+        done = sum(len(piece[0].steps) for piece in dense)
+        dense.append(run(replace(job, first=done, settle=0, skip=0)))
     run.finished()
-    yield all_found()
+    yield group()
 
 
-def _train(bench: Bench, setting: Setting, run: _Runner) -> _Found:
-    found: list[Result] = []
-    notes: list[str] = []
+def _train(bench: Bench, setting: Setting, run: _Runner) -> Iterator[Group]:
+    """All contenders, dense first."""
+    group = Group([], [])
     for contender, density in [(bench.contenders[0], None), *bench.entries()]:
-        job = {
-            "workload": "train",
-            "density": density,
-            "recipe": bench.recipe,
-            "values": bench.values,
-            "steps": bench.steps or 0,
-            "seconds": bench.seconds,
-            "warmup_steps": bench.warmup_steps,
-        }
-        answers = run(contender.spec, job)
-        count = len(answers[0]["steps"])
+        answers = run(
+            TrainingJob(
+                contender=contender.spec,
+                density=density,
+                recipe=bench.recipe,
+                values=dict(bench.values),
+                steps=bench.steps or 0,
+                seconds=bench.seconds,
+                warmup_steps=bench.warmup_steps,
+            )
+        )
+        course, count = answers[0].course, len(answers[0].steps)
+        assert course is not None
         if count:
-            # Dense steps at the start are no measure of the others, nor is the first of those.
-            steady_from = min(answers[0]["dense_steps"] + 1, count - 1)
+            # Neither dense steps at the start nor the first sparse step tell about the others.
+            steady_from = min(course.dense_steps + 1, count - 1)
             result = results.summarize(setting, contender.spec, density, [answers], steady_from)
-            found.append(results.add_training(result, answers))
+            group.results.append(results.add_training(result, answers))
         else:
             name = results.full_name(contender.spec, density)
-            notes.append(f"{run.where}: {name}: {answers[0]['failed']}")
+            group.notes.append(f"{run.where}: {name}: {course.failed}")
         run.finished()
-        yield found, notes
+        yield group

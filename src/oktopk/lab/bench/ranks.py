@@ -1,22 +1,41 @@
-"""The ranks of `oktopk bench` as their parent sees them: started once, given jobs, watched."""
+"""The ranks of `oktopk bench` as their parent sees them: started, given jobs, and watched.
+
+The messages are in `messages`; the ranks' own program is `measure`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypeVar
 
 from ...common.errors import UserError
-from ..network.network import Hosts
+from ..network import Hosts
+from .messages import (
+    Answer,
+    End,
+    Failed,
+    FromRank,
+    Job,
+    Mistake,
+    Progress,
+    Ready,
+    Start,
+    ToRank,
+    decode,
+    encode,
+)
+
+M = TypeVar("M", Ready, Answer)
 
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_TELL = 1.0
@@ -32,34 +51,32 @@ class Ranks:
     Args:
         hosts: where they run.
         counts: whether a host's interface counts the bytes of its rank, and no others.
-        timeout: seconds without a sign of life after which ranks have failed.
+        timeout: seconds of silence after which ranks have failed.
     """
 
     def __init__(self, hosts: Hosts, *, counts: bool, threads: int, timeout: float) -> None:
         self._timeout = timeout
         self._size = len(hosts.hosts)
         self._folder = tempfile.TemporaryDirectory(prefix="oktopk-bench-")
-        self._answers: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
+        # A rank's messages; None is its end.
+        self._inbox: queue.SimpleQueue[tuple[int, FromRank | None]] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen[str]] = []
         try:
             for rank, host in enumerate(hosts.hosts):
                 self._start(hosts, rank, host.interface, counts, threads)
-            self._await("ready", lambda _: None)
+            self._await(Ready, lambda _: None)
         except BaseException:
             self.close()
             raise
 
-    def run(
-        self, job: Mapping[str, Any], progress: Callable[[Mapping[str, Any]], None]
-    ) -> list[dict[str, Any]]:
-        """Have all ranks do a job; their answers. `progress` hears of steps."""
+    def run(self, job: Job, progress: Callable[[Progress], None]) -> list[Answer]:
+        """Have all ranks do a job; their answers. `progress` hears of every step."""
         self._send(job)
-        return self._await("done", progress)
+        return self._await(Answer, progress)
 
     def close(self) -> None:
-        """End them: at once those that do not end by themselves."""
-        with contextlib.suppress(RanksError):
-            self._send({})
+        """End the ranks; those that do not end by themselves are killed."""
+        self._send(End())
         until = time.monotonic() + _SECONDS_TO_END
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,41 +111,32 @@ class Ranks:
         self._processes.append(process)
         assert process.stdout is not None
         threading.Thread(target=self._listen, args=(rank, process.stdout), daemon=True).start()
-        plan = {
-            "rank": rank,
-            "size": self._size,
-            "folder": self._folder.name,
-            "interface": interface,
-            "counts": counts,
-            "threads": threads,
-            "timeout": self._timeout,
-        }
-        self._write(process, plan)
+        start = Start(
+            rank, self._size, self._folder.name, interface, counts, threads, self._timeout
+        )
+        _write(process, start)
 
-    def _listen(self, rank: int, answers: IO[str]) -> None:
-        for line in answers:
-            self._answers.put((rank, json.loads(line)))
-        self._answers.put((rank, None))
+    def _listen(self, rank: int, lines: IO[str]) -> None:
+        """Pass on what a rank says, until it ends."""
+        for line in lines:
+            try:
+                said: FromRank = decode(line, FromRank)
+            except ValueError as error:
+                said = Failed(f"its message cannot be read: {error}")
+            self._inbox.put((rank, said))
+        self._inbox.put((rank, None))
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Job | End) -> None:
         for process in self._processes:
-            self._write(process, message)
+            _write(process, message)
 
-    @staticmethod
-    def _write(process: subprocess.Popen[str], message: Mapping[str, Any]) -> None:
-        assert process.stdin is not None
-        # Whose end is closed has died, which the one who listens will hear.
-        with contextlib.suppress(OSError, ValueError):
-            process.stdin.write(json.dumps(message) + "\n")
-            process.stdin.flush()
-
-    def _await(self, what: str, progress: Callable[[Mapping[str, Any]], None]) -> list[Any]:
-        """All ranks' answers of one kind."""
-        found: dict[int, Any] = {}
+    def _await(self, kind: type[M], progress: Callable[[Progress], None]) -> list[M]:
+        """One message of this kind from every rank."""
+        found: dict[int, M] = {}
         until = time.monotonic() + self._timeout
         while len(found) < self._size:
             try:
-                rank, answer = self._answers.get(timeout=max(0.0, until - time.monotonic()))
+                rank, said = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 silent = ", ".join(str(r) for r in range(self._size) if r not in found)
                 raise RanksError(
@@ -136,38 +144,39 @@ class Ranks:
                     "links are that slow, give it more with --timeout"
                 ) from None
             until = time.monotonic() + self._timeout
-            if answer is not None and what in answer:
-                found[rank] = answer[what]
-            elif answer is not None and "step" in answer:
-                progress(answer)
-            elif answer is not None and "mistake" in answer:
-                raise UserError(answer["mistake"])
+            if isinstance(said, kind):
+                found[rank] = said
+            elif isinstance(said, Progress):
+                progress(said)
+            elif isinstance(said, Mistake):
+                raise UserError(said.text)
             else:
-                self._fail(rank, answer)
+                raise self._failure(rank, said)
         return [found[rank] for rank in range(self._size)]
 
-    def _fail(self, rank: int, answer: dict[str, Any] | None) -> None:
-        """Tell what went wrong first: where one rank dies, the others fail soon after it."""
-        failures = {rank: answer}
+    def _failure(self, rank: int, said: FromRank | None) -> RanksError:
+        """What went wrong first: where one rank dies, the others fail soon after it."""
+        failures = {rank: said}
         until = time.monotonic() + _SECONDS_TO_TELL
         with contextlib.suppress(queue.Empty):
             while True:
-                other, said = self._answers.get(timeout=max(0.0, until - time.monotonic()))
-                if said is None or "failed" in said:
-                    failures.setdefault(other, said)
-        for dead, said in failures.items():
-            if said is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._processes[dead].wait(_SECONDS_TO_TELL)
-                code = self._processes[dead].returncode
-                log = _tail(self._log(dead))
-                memory = " (if memory ran out, use fewer hosts or a smaller --numel)"
-                raise RanksError(
-                    f"rank {dead} died with exit code {code}{memory if code == -9 else ''}"
-                    + (f"; it ended with\n{log}" if log else "")
-                )
-        text = str((answer or {}).get("failed", "")).rstrip()
-        raise RanksError(f"rank {rank} failed\n{text}")
+                other, later = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+                if later is None or isinstance(later, Failed):
+                    failures.setdefault(other, later)
+        for dead, last in failures.items():
+            if last is None:
+                return self._death(dead)
+        text = said.text.rstrip() if isinstance(said, Failed) else f"it said {type(said).__name__}"
+        return RanksError(f"rank {rank} failed\n{text}")
+
+    def _death(self, rank: int) -> RanksError:
+        process, log = self._processes[rank], _tail(self._log(rank))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_TELL)
+        killed = process.returncode == -signal.SIGKILL
+        memory = " (if memory ran out, use fewer hosts or a smaller --numel)" if killed else ""
+        said = f"; it ended with\n{log}" if log else ""
+        return RanksError(f"rank {rank} died with exit code {process.returncode}{memory}{said}")
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -180,6 +189,15 @@ class Ranks:
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.log"
+
+
+def _write(process: subprocess.Popen[str], message: ToRank) -> None:
+    assert process.stdin is not None
+    line = encode(message)
+    # A rank that has died reads nothing; `_listen` notices its end.
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.write(line)
+        process.stdin.flush()
 
 
 def _tail(path: Path, lines: int = 15) -> str:

@@ -1,7 +1,7 @@
-"""The raw workload: a gradient of a given size is averaged, again and again, and nothing else.
+"""The raw workload: a gradient of a given size is averaged, again and again.
 
-Gradients are as training's are, most values small and a few large, and they drift: scale and place
-of the large values change from step to step, so that thresholds are never right for long.
+Gradients resemble those of training: most values are small and a few are large. They drift: scale
+and position of the large values change from step to step, so no threshold is right for long.
 """
 
 from __future__ import annotations
@@ -19,30 +19,37 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from ...core.allreduce import SparseAllreduce
 from ...core.stats import StepStats
 from .contenders import Contender
+from .messages import Cost
 
 _COMMUNICATION = ("exchange", "gather")
 """Stages of a sparse step that are mostly waiting for messages; the others compute."""
 
 
 class Gradients:
-    """A rank's gradients; for all contenders the same."""
+    """A rank's gradients, the same for all contenders."""
 
     def __init__(self, numel: int, seed: int) -> None:
+        self.numel, self.seed = numel, seed
         first = 2 * (seed * 4096 + dist.get_rank())
-        self._noise = [_heavy_tailed(numel, first + which) for which in range(2)]
+        self._noise = [heavy_tailed(numel, first + which) for which in range(2)]
         self.tensor = torch.empty(numel)
 
     def prepare(self, step: int) -> None:
-        """Write a step's gradient to `tensor`: two heavy-tailed ones, the first moved along, with
-        a scale that rises and falls."""
-        out, (moving, fixed) = self.tensor, self._noise
-        scale, shift = math.exp(math.sin(step / 6)), (step * 104_729) % out.numel()
-        out[shift:].copy_(moving[: out.numel() - shift])
-        out[:shift].copy_(moving[out.numel() - shift :])
-        out.add_(fixed, alpha=0.5).mul_(scale)
+        """Write a step's gradient to `tensor`."""
+        drift(self._noise, step, out=self.tensor)
 
 
-def _heavy_tailed(numel: int, seed: int) -> Tensor:
+def drift(noise: Sequence[Tensor], step: int, out: Tensor) -> None:
+    """The sum of two tensors. The first is rolled by the step, and the scale rises and falls."""
+    moving, fixed = noise
+    scale, shift = math.exp(math.sin(step / 6)), (step * 104_729) % out.numel()
+    out[shift:].copy_(moving[: out.numel() - shift])
+    out[:shift].copy_(moving[out.numel() - shift :])
+    out.add_(fixed, alpha=0.5).mul_(scale)
+
+
+def heavy_tailed(numel: int, seed: int) -> Tensor:
+    """Values with far heavier tails than a normal distribution's, like a gradient's."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=random) * torch.randn(numel, generator=random).exp_()
 
@@ -62,8 +69,8 @@ class Raw:
             bucket: Any = _Bucket(gradient)
             self._hook = lambda: hook(state, bucket).wait()
 
-    def step(self) -> dict[str, Any]:
-        """Average the gradient in place; what it took, but for the time in all."""
+    def step(self) -> Cost:
+        """Average the gradient in place."""
         if self._reduce is not None:
             self._reduce(self.gradient, out=self.gradient)
             assert self._reduce.last is not None
@@ -75,26 +82,24 @@ class Raw:
             else:
                 self._hook()
         communication = min(watched.seconds, time.perf_counter() - since)
-        return {
-            "communication": communication,
-            "compute": time.perf_counter() - since - communication,
-            "bytes": watched.nbytes,
-            "messages": watched.messages,
-            "applied": self.gradient.numel(),
-        }
+        return Cost(
+            compute=time.perf_counter() - since - communication,
+            communication=communication,
+            nbytes=watched.nbytes,
+            applied=self.gradient.numel(),
+        )
 
 
-def _of_own(stats: StepStats) -> dict[str, Any]:
-    # A dense step has one stage that communicates, and it is called after what it computes.
+def _of_own(stats: StepStats) -> Cost:
+    # A dense step communicates in one stage, whose name tells what it computes.
     waiting = ("reduce",) if stats.phase == "dense" else _COMMUNICATION
-    return {
-        "communication": sum(stats.seconds[stage] for stage in waiting),
-        "compute": sum(s for stage, s in stats.seconds.items() if stage not in waiting),
-        "bytes": stats.bytes_sent,
-        "messages": stats.messages,
-        "applied": stats.selected_global,
-        "stages": stats.seconds,
-    }
+    return Cost(
+        compute=sum(s for stage, s in stats.seconds.items() if stage not in waiting),
+        communication=sum(stats.seconds[stage] for stage in waiting),
+        nbytes=stats.bytes_sent,
+        stages=dict(stats.seconds),
+        applied=stats.selected_global,
+    )
 
 
 def ddp_hook(contender: Contender) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -102,7 +107,7 @@ def ddp_hook(contender: Contender) -> tuple[Any, Callable[[Any, Any], Any]]:
     if contender.name == "fp16":
         return dist.group.WORLD, default_hooks.fp16_compress_hook
     if contender.name == "bf16":
-        # DDP refuses this one on Gloo, which can do it; by its name.
+        # DDP refuses this hook on Gloo by its name, though Gloo can do it; a lambda has another.
         return dist.group.WORLD, lambda state, bucket: default_hooks.bf16_compress_hook(
             state, bucket
         )
@@ -117,8 +122,10 @@ def ddp_hook(contender: Contender) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 
 class _Bucket:
-    """A gradient as DDP hands it to a hook: the only bucket, of one matrix that is as square as can
-    be, which is the shape that PowerSGD makes smallest, and of what is left over."""
+    """A gradient as DDP hands it to a hook: one bucket, with one matrix and a remainder.
+
+    The matrix is as square as possible, because PowerSGD compresses that shape best.
+    """
 
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
@@ -142,13 +149,13 @@ class _Bucket:
 
 
 class Watched:
-    """Counts and times what DDP's hooks send: they all call torch.distributed.all_reduce.
+    """Counts and times the traffic of DDP's hooks, which all call torch.distributed.all_reduce.
 
-    Bytes are counted as `oktopk.core.transport` counts them: 2m(P-1)/P for m bytes.
+    An allreduce of m bytes counts as 2m(P-1)/P, as in `oktopk.core.transport`.
     """
 
     def __init__(self) -> None:
-        self.seconds, self.nbytes, self.messages = 0.0, 0, 0
+        self.seconds, self.nbytes = 0.0, 0
         self._all_reduce = dist.all_reduce
 
     def __enter__(self) -> Watched:
@@ -161,7 +168,6 @@ class Watched:
     def _watch(self, tensor: Tensor, *args: Any, **options: Any) -> Any:
         size, since = dist.get_world_size(), time.perf_counter()
         self.nbytes += dense_bytes(tensor.nbytes, size)
-        self.messages += 1
 
         def end(_: object) -> None:
             self.seconds += time.perf_counter() - since
@@ -178,5 +184,5 @@ class Watched:
 
 
 def dense_bytes(nbytes: int, size: int) -> int:
-    """What each of `size` ranks must send for an allreduce."""
+    """Bytes that each of `size` ranks must send for an allreduce."""
     return math.ceil(2 * nbytes * (size - 1) / size)

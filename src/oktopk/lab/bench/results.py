@@ -1,19 +1,19 @@
-"""What `oktopk bench` found: from the ranks' records of their steps to results."""
+"""The results of `oktopk bench`, and how they follow from the steps that ranks measured."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from .messages import Answer, Course, Step
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of many values, and the quarters of them below and above."""
+    """The median and the quartiles of many values."""
 
     median: float
     lower: float
@@ -29,14 +29,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where contenders are compared: only results of one setting, and of one run, are."""
+    """The conditions of a comparison. Only results of one setting, in one run, are compared."""
 
     workload: str
     """`raw` or `train`."""
     hosts: int
     """Ranks, P: one on each host."""
     rate: str | None
-    """Of a host's link, as it was asked for; None: not limited."""
+    """Of a host's link, as the user wrote it; None: not limited."""
     bits: float | None
     """The same in bits a second."""
     delay: str | None
@@ -44,19 +44,19 @@ class Setting:
     loss: float
     """Per cent of packets that are lost."""
     loopback: bool
-    """No emulated network, but the machine's loopback, whose bytes cost next to nothing."""
+    """The machine's loopback, where bytes cost next to nothing, instead of an emulated network."""
     cores: int
     threads: int
     """Of each rank."""
 
     @property
     def shares_cores(self) -> bool:
-        """Whether ranks wait for each other's computing, as they would not on real hosts."""
+        """Whether ranks wait for each other's computing, which they would not on real hosts."""
         return self.hosts * self.threads > self.cores
 
     @property
     def link(self) -> str:
-        """For people."""
+        """A description of the link."""
         if self.loopback:
             return "loopback, not shaped"
         lost = f", {self.loss:g} % lost" if self.loss else ""
@@ -67,33 +67,33 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender in one setting. Seconds are of a step, but where it says otherwise."""
+    """One contender in one setting. Times are seconds of a step unless stated otherwise."""
 
     setting: Setting
     contender: str
-    """As it was written."""
+    """As the user wrote it."""
     density: float | None
-    """None where there is no such thing."""
+    """None for contenders without one."""
     numel: int
     """Elements of the gradient."""
     steps: int
-    """That were measured."""
+    """Steps that were measured."""
     seconds: Spread
     """Of the slowest rank in each step."""
     speedup: float | None
-    """Median of dense in the same setting and run, over this median; in training, both of the steps
-    that both took, as batches differ. None if there are none."""
+    """Median of dense in the same setting and run, over this median. In training, both medians are
+    of the steps that both took, because batches differ. None if there are none."""
     compute: float
-    """Median over steps of the ranks' mean; for training what is not `communication`."""
+    """Median over steps of the ranks' mean; in training, everything but `communication`."""
     communication: float
-    """The same: exchanging and waiting; for training all that backward takes after the last
+    """The same for exchanging and waiting; in training, the time of backward after the last
     gradient is computed, compression included."""
     cpu: float
-    """Seconds of a core that a rank used, all its threads and the kernel's work for it."""
+    """Seconds of a core that a rank used: all its threads, and the system's work for them."""
     stages: dict[str, float]
-    """As `compute`; empty where stages are not known."""
+    """Parts of a step, as `compute`; empty where they are not known."""
     bytes_counted: float
-    """That a rank hands over, by our count: 2m(P-1)/P for an allreduce of m bytes."""
+    """Bytes that a rank sends, by our count: 2m(P-1)/P for an allreduce of m bytes."""
     bytes_sent: float | None
     """By the interface's counter, protocols included; None on loopback."""
     bytes_received: float | None
@@ -125,7 +125,7 @@ class Result:
         return full_name(self.contender, self.density)
 
     def check(self) -> None:
-        """ValueError if nobody can have measured this: files get damaged."""
+        """ValueError if this cannot have been measured, because its file is damaged."""
         if self.setting.workload not in ("raw", "train"):
             raise ValueError(f"setting.workload is {self.setting.workload!r}")
         if any(len(point) != 2 for point in self.curve):
@@ -145,97 +145,97 @@ def summarize(
     setting: Setting,
     contender: str,
     density: float | None,
-    pieces: Sequence[Sequence[Mapping[str, Any]]],
+    pieces: Sequence[Sequence[Answer]],
     steady_from: int = 0,
 ) -> Result:
-    """The result of a job, done in one piece or several.
+    """The result of a contender, whose steps were taken in one job or several.
 
     Args:
-        pieces: every rank's answer, for each piece.
-        steady_from: earlier steps are left out of all but the curve.
+        pieces: every rank's answer, for each job.
+        steady_from: the first step that counts.
     """
     steps = [step for piece in pieces for step in _by_step(piece)][steady_from:]
-    measured = [step for step in steps if step[0]["measured"]]
-    notes = [note for piece in pieces for note in piece[0]["notes"]]
-    first = measured[0][0]
-
-    def middle(name: str) -> float:
-        return statistics.median(statistics.fmean(r[name] for r in step) for step in measured)
-
-    def stage(name: str) -> float:
-        means = [statistics.fmean(r["stages"][name] for r in step) for step in measured]
-        return statistics.median(means)
-
-    def traffic(which: int) -> float | None:
-        if first["moved"] is None:
-            return None
-        return statistics.fmean(r["moved"][which] for step in measured for r in step)
-
-    applied = "applied" in first
+    measured = [step for step in steps if step[0].measured]
+    costs = [[record.cost for record in step] for step in measured]
+    applied = [step[0].applied for step in costs if step[0].applied is not None]
+    moved = [record.moved for step in measured for record in step if record.moved is not None]
     return Result(
         setting=setting,
         contender=contender,
         density=density,
-        numel=pieces[0][0]["numel"],
+        numel=pieces[0][0].numel,
         steps=len(measured),
-        seconds=Spread.of([max(r["seconds"] for r in step) for step in measured]),
+        seconds=Spread.of(_slowest(measured)),
         speedup=None,
-        compute=middle("compute"),
-        communication=middle("communication"),
-        cpu=middle("cpu"),
-        stages={name: stage(name) for name in first.get("stages", ())},
-        bytes_counted=statistics.fmean(r["bytes"] for step in measured for r in step),
-        bytes_sent=traffic(0),
-        bytes_received=traffic(1),
-        applied=statistics.fmean(step[0]["applied"] for step in measured) if applied else None,
-        notes=list(dict.fromkeys(notes)),
+        compute=_middle([cost.compute for cost in step] for step in costs),
+        communication=_middle([cost.communication for cost in step] for step in costs),
+        cpu=_middle([record.cpu for record in step] for step in measured),
+        stages={
+            name: _middle([cost.stages[name] for cost in step] for step in costs)
+            for name in costs[0][0].stages
+        },
+        bytes_counted=statistics.fmean(cost.nbytes for step in costs for cost in step),
+        bytes_sent=statistics.fmean(each.sent for each in moved) if moved else None,
+        bytes_received=statistics.fmean(each.received for each in moved) if moved else None,
+        applied=statistics.fmean(applied) if applied else None,
+        notes=list(dict.fromkeys(note for piece in pieces for note in piece[0].notes)),
     )
 
 
-def _by_step(piece: Sequence[Mapping[str, Any]]) -> list[tuple[dict[str, Any], ...]]:
-    """Records of all ranks, step by step, each with the bytes that its interface moved."""
-    ranks = []
-    for answer in piece:
-        records = [dict(record) for record in answer["steps"]]
-        readings = [*(record.pop("traffic") for record in records), answer["traffic"]]
-        for record, before, after in zip(records, readings, readings[1:], strict=False):
-            record["moved"] = before and [b - a for a, b in zip(before, after, strict=True)]
-        ranks.append(records)
-    return list(zip(*ranks, strict=True))
+def _by_step(answers: Sequence[Answer]) -> list[tuple[Step, ...]]:
+    """For each step, the records of all ranks."""
+    return list(zip(*(answer.steps for answer in answers), strict=True))
 
 
-def add_training(result: Result, answers: Sequence[Mapping[str, Any]]) -> Result:
-    """The curve, and what follows from it."""
-    first, steps = answers[0], _by_step(answers)
-    ends = [max(record["elapsed"] for record in step) for step in steps]
-    losses = [statistics.fmean(record["loss"] for record in step) for step in steps]
-    # An epoch: batches of long utterances have larger losses than those of short ones, and the
-    # first epoch goes from short to long.
-    window = max(1, min(first["per_epoch"], first["planned"] // 2))
+def _slowest(steps: Iterable[Sequence[Step]]) -> list[float]:
+    return [max(record.seconds for record in step) for step in steps]
+
+
+def _middle(steps: Iterable[Sequence[float]]) -> float:
+    """The median over steps of the ranks' mean."""
+    return statistics.median(statistics.fmean(ranks) for ranks in steps)
+
+
+def add_training(result: Result, answers: Sequence[Answer]) -> Result:
+    """The same result, with everything that only training has: the curve, the losses."""
+    course, steps = answers[0].course, _by_step(answers)
+    assert course is not None
+    ends = [max(record.elapsed for record in step) for step in steps]
+    losses = [statistics.fmean(_loss(record) for record in step) for step in steps]
+    # An epoch, because losses of batches differ: long samples have larger ones than short ones.
+    window = max(1, min(course.steps_per_epoch, course.planned // 2))
     means = [
         statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, 1 + len(losses))
     ]
-    ended = [first["failed"]] if first["failed"] else []
-    planned = first["planned"]
-    if not ended and len(steps) < planned:
-        ended = [
-            f"ended by --seconds after {len(steps)} of {planned} steps: ms and samples/s are of "
-            "fewer batches than others', x dense is of the steps that both took"
-        ]
-    if len(steps) < first["dense_steps"] + 2:
-        ended.append("it took none but dense steps, so its time says nothing about others")
     return dataclasses.replace(
         result,
-        samples_per_second=first["samples"] * len(steps) / ends[-1],
+        samples_per_second=course.samples * len(steps) / ends[-1],
         total_seconds=ends[-1],
-        step_seconds=[max(record["seconds"] for record in step) for step in steps],
-        final_loss=None if first["failed"] else means[-1],
+        step_seconds=_slowest(steps),
+        final_loss=None if course.failed else means[-1],
         curve=[
             [round(s, 4), loss] for s, loss in zip(ends, means, strict=True) if math.isfinite(loss)
         ],
         window=window,
-        notes=[*ended, *result.notes],
+        notes=[*_endings(course, len(steps)), *result.notes],
     )
+
+
+def _loss(record: Step) -> float:
+    return math.nan if record.cost.loss is None else record.cost.loss
+
+
+def _endings(course: Course, steps: int) -> Iterator[str]:
+    """Why there are fewer steps than planned, or none that says anything."""
+    if course.failed:
+        yield course.failed
+    elif steps < course.planned:
+        yield (
+            f"ended by --seconds after {steps} of {course.planned} steps: ms and samples/s are of "
+            "fewer batches than others', x dense is of the steps that both took"
+        )
+    if steps < course.dense_steps + 2:
+        yield "it took only dense steps, so its time says nothing about others"
 
 
 def compare(
@@ -245,7 +245,7 @@ def compare(
 
     Args:
         target_loss: of training; None takes the loss that dense has at its end.
-        baseline: the contender that is meant by dense; it may have no result.
+        baseline: the contender that is dense; it may have no result.
     """
     dense = next((result for result in results if result.contender == baseline), None)
     target = target_loss
@@ -284,15 +284,8 @@ def _speedup(dense: Result, result: Result) -> float | None:
 
 
 def _seconds_to(result: Result, target: float | None) -> float | None:
-    """When the mean loss of a whole window was first no larger than this."""
+    """When the mean loss of a whole window first reached the target."""
     if target is None or result.window is None:
         return None
     whole = result.curve[result.window - 1 :]
     return next((seconds for seconds, loss in whole if loss <= target), None)
-
-
-def cores() -> int:
-    """That this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what is being measured; nothing where there is no terminal."""
+"""One line on a terminal that says what is being measured; without a terminal, nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _SECONDS_BETWEEN = 0.1
 
 
 class Status:
-    """A line on stderr, which results replace. Use it as a context manager."""
+    """A line on stderr that results replace. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()
-        self._number = self._done = self._expected = 0
+        self._done = self._expected = 0
         self._last = 0.0
         self._since = time.monotonic()
 
@@ -27,11 +27,6 @@ class Status:
     def expect(self, jobs: int) -> None:
         """How many contenders there are in all settings together."""
         self._expected = jobs
-
-    def next_number(self) -> int:
-        """A number for a job."""
-        self._number += 1
-        return self._number
 
     def finished(self) -> None:
         """One more contender is done."""

@@ -1,32 +1,31 @@
-"""Results of `oktopk bench` for people."""
+"""Results of `oktopk bench` as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...common.format import count, duration, number, plural
+from ...common.format import NOTHING, count, digits, duration, number, plural, table
 from .results import Result
-
-NOTHING = "-"
 
 COLUMNS = """columns
   ms            median time of a step, the slowest rank
-  quartiles     a quarter of the steps took no longer than the first, a quarter longer than the
-                second
-  x dense       how many times as fast as dense, by the medians; in training, by those of the
-                steps that both took, neither being in its dense warm-up
-  compute       ms of a step that ranks compute; ranks that share cores take longer for it than
-                they would on machines of their own
-  network       ms that they exchange messages and wait for each other; in training, all that
-                backward takes after the last gradient is computed, compression included
-  cpu           ms of a core that a rank used, all threads and the system's work for it
-  MB counted    that a rank sends in a step by our count (2m(P-1)/P for an allreduce of m bytes)
+  quartiles     a quarter of the steps took no longer than the first, and a quarter no less than
+                the second
+  x dense       how many times as fast as dense, by the medians; in training, by the medians of
+                the steps that both took after their dense warm-up
+  compute       ms of a step that ranks compute; ranks that share cores need more than they would
+                on machines of their own
+  network       ms that ranks exchange messages and wait for each other; in training, the time of
+                backward after the last gradient is computed, compression included
+  cpu           ms of a core that a rank used: all threads, and the system's work for them
+  MB counted    MB that a rank sends in a step, by our count (2m(P-1)/P for an allreduce of m
+                bytes)
   MB sent       the same by its network interface, protocols included; none on loopback
 training
   samples/s     over the whole run, dense warm-up included
-  loss          mean of the last steps, an epoch of them; of all ranks
-  to target     seconds until that mean is no larger than the target: --target-loss, or what dense
-                has at its end
+  loss          mean of the last epoch's steps, or of the last half of the run; of all ranks
+  to target     seconds until that mean reaches the target: --target-loss, or the last loss of
+                dense
   x to target   how many times as soon as dense
 """
 
@@ -48,12 +47,12 @@ def report(results: Sequence[Result]) -> str:
     if setting.loopback:
         lines.append("on loopback bytes cost next to nothing: a real network is slower")
     training = setting.workload == "train"
-    lines += table([_training_row(r) if training else _row(r) for r in results])
+    lines += _lines([_training_row(r) if training else _row(r) for r in results])
     if training and first.target_loss is not None:
         lines.append(f"target loss {number(first.target_loss)}")
     stages = list(dict.fromkeys(stage for result in results for stage in result.stages))
     if stages:
-        lines += ["", *table([_stages(r, stages) for r in results if r.stages])]
+        lines += ["", *_lines([_stages(r, stages) for r in results if r.stages])]
     notes = [f"{result.name}: {note}" for result in results for note in result.notes]
     return "\n".join([*lines, *notes])
 
@@ -67,11 +66,11 @@ def _training_row(result: Result) -> dict[str, str]:
     return {
         **_times(result),
         **_bytes(result),
-        "samples/s": _digits(result.samples_per_second),
-        "seconds": _digits(result.total_seconds),
+        "samples/s": digits(result.samples_per_second),
+        "seconds": digits(result.total_seconds),
         "loss": NOTHING if result.final_loss is None else number(result.final_loss),
         "to target": NOTHING if to_target is None else duration(to_target),
-        "x to target": _digits(result.target_speedup),
+        "x to target": digits(result.target_speedup),
     }
 
 
@@ -82,7 +81,7 @@ def _times(result: Result) -> dict[str, str]:
         "steps": count(result.steps),
         "ms": _ms(spread.median),
         "quartiles": f"{_ms(spread.lower)}..{_ms(spread.upper)}",
-        "x dense": _digits(result.speedup),
+        "x dense": digits(result.speedup),
         "compute": _ms(result.compute),
         "network": _ms(result.communication),
         "cpu": _ms(result.cpu),
@@ -92,8 +91,8 @@ def _times(result: Result) -> dict[str, str]:
 def _bytes(result: Result) -> dict[str, str]:
     sent = result.bytes_sent
     return {
-        "MB counted": _digits(result.bytes_counted / 1e6),
-        "MB sent": _digits(None if sent is None else sent / 1e6),
+        "MB counted": digits(result.bytes_counted / 1e6),
+        "MB sent": digits(None if sent is None else sent / 1e6),
     }
 
 
@@ -102,25 +101,9 @@ def _stages(result: Result, stages: Sequence[str]) -> dict[str, str]:
     return {"ms of the stages": result.name} | {stage: cells.get(stage, "") for stage in stages}
 
 
-def table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Aligned columns: names to the left, numbers to the right."""
-    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+def _lines(rows: Sequence[dict[str, str]]) -> list[str]:
+    return table([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
 def _ms(seconds: float) -> str:
-    return _digits(1000 * seconds)
-
-
-def _digits(value: float | None) -> str:
-    """Three digits, and all of a large number."""
-    if value is None:
-        return NOTHING
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return digits(1000 * seconds)

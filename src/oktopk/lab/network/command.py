@@ -1,9 +1,9 @@
 """`oktopk lab`: run a command on every host of an emulated network.
 
-1. The hosts are brought up, and every rank is started with what a launcher would tell it.
+1. Bring up the hosts, and start every rank with the environment that a launcher would set.
 2. Rank 0 keeps the terminal; lines of the others begin with their rank.
-3. When a rank fails the others get a moment to end by themselves, then they are ended.
-4. A table says what the interfaces have counted.
+3. When a rank fails, give the others a moment to end by themselves, then end them.
+4. Show a table of what the interfaces have counted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from types import FrameType
 from typing import Any, TextIO
 
 from ...common.errors import UserError
-from .network import Counters, Hosts, Link, Loopback, Network
+from ...common.format import byte_size, table
+from ...common.host import cores
+from . import Counters, Hosts, Link, Loopback, Network
 
 DESCRIPTION = """Run a command on every host of an emulated network: hosts with links of a given
 rate and delay, on this machine. Needs root.
 
-Each rank has in its environment what torchrun would set: RANK, WORLD_SIZE, LOCAL_RANK,
+Each rank has the environment that torchrun would set: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK and NODE_RANK (the host), NNODES, MASTER_ADDR, MASTER_PORT,
-and GLOO_, NCCL_ and TP_SOCKET_IFNAME. In the arguments of COMMAND these stand for their values:
+and GLOO_, NCCL_ and TP_SOCKET_IFNAME. In the arguments of COMMAND, these are replaced:
 
   {rank} {size}        of this process, among all
   {host} {hosts}       the number of its host, from 0, and how many there are
@@ -77,7 +79,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     at = given.index("--")
     ours, command = given[:at], given[at + 1 : -1]
     if not command and not {"-h", "--help"} & {*ours}:
-        raise UserError("what shall the hosts run? Write it after --: oktopk lab -- COMMAND")
+        raise UserError("there is no command: write it after --, as in oktopk lab -- COMMAND")
     return ours, command
 
 
@@ -174,8 +176,8 @@ def _start(hosts: Hosts, ranks_per_host: int, command: Sequence[str]) -> list[_R
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
         }
-        # Numerical libraries would take all cores, on every host; torchrun does this, too.
-        environ = {"OMP_NUM_THREADS": str(max(1, _cores() // size)), **os.environ}
+        # Numerical libraries would take all cores, on every host; torchrun limits them, too.
+        environ = {"OMP_NUM_THREADS": str(max(1, len(cores()) // size)), **os.environ}
         pipes: dict[str, Any] = {}
         if rank > 0:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -193,7 +195,7 @@ def _start(hosts: Hosts, ranks_per_host: int, command: Sequence[str]) -> list[_R
 
 
 def _wait(ranks: Sequence[_Rank], asked: Sequence[int]) -> int:
-    """Until all have ended, or were given the time to; the exit code of the first that failed."""
+    """Wait until all have ended, or their time is up; the exit code of the first that failed."""
     failed = 0
     ending = False
     deadline = math.inf
@@ -217,7 +219,7 @@ def _wait(ranks: Sequence[_Rank], asked: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted, for the ranks to be ended in good order."""
+    """Note Ctrl-C and SIGTERM, so that the ranks can be ended in good order."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -234,28 +236,19 @@ def _signals() -> Iterator[list[int]]:
 def _table(
     hosts: Hosts, counters: Sequence[Counters], ranks: Sequence[_Rank], began: float
 ) -> None:
-    """What went over the wire; on stderr, as the output is the command's."""
+    """Show the traffic of each host, on stderr: stdout belongs to the command."""
     if not counters:
         return
-    row = "{:<6}{:<14}{:>12}{:>12}{:>10}"
-    print(row.format("host", "address", "sent", "received", "seconds"), file=sys.stderr)
+    rows = [["host", "address", "sent", "received", "seconds"]]
     now = time.monotonic()
     for number, (host, counted) in enumerate(zip(hosts.hosts, counters, strict=True)):
         seconds = max((rank.ended or now) - began for rank in ranks if rank.host == number)
-        sent, received = _bytes(counted.sent_bytes), _bytes(counted.received_bytes)
-        print(row.format(number, host.address, sent, received, f"{seconds:.1f}"), file=sys.stderr)
-
-
-def _bytes(count: int) -> str:
-    power = min(4, int(math.log10(max(1, count))) // 3)
-    return f"{count / 1000**power:.{2 if power else 0}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+        moved = (byte_size(counted.sent_bytes), byte_size(counted.received_bytes))
+        rows.append([str(number), host.address, *moved, f"{seconds:.1f}"])
+    print("\n".join(table(rows, left=2)), file=sys.stderr)
 
 
 def _fill(argument: str, values: dict[str, Any]) -> str:
-    """Other braces stay as they are: they may be part of a program."""
+    """Replace the names that we know; other braces may be part of a program."""
     pattern = "|".join(values)
     return re.sub(r"\{(" + pattern + r")\}", lambda match: str(values[match[1]]), argument)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

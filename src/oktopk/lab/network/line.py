@@ -1,9 +1,9 @@
 """Delay and loss, for kernels that were built without netem: `python line.py TAP SECONDS LOSS`.
 
-What a TAP device is given to send, this process reads, holds for a while, and hands back as if it
-had been received there. Offloads are on, so a frame is up to 64 kB of TCP, as between the kernel
-and a real network card, and a few thousand frames a second are all there is at 1 Gbit/s. It stands
-alone, as importing the package takes seconds.
+This process reads the frames that a TAP device sends, holds them for a while, and hands them back
+as if the device had received them. Offloads are on, so a frame has up to 64 kB of TCP, as between
+the kernel and a real network card. At 1 Gbit/s that makes only a few thousand frames a second. The
+script imports nothing of the package, which would take seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(device: str, seconds: float, loss: float) -> None:
     fcntl.ioctl(line, _TUNSETOFFLOAD, offloads)
     with contextlib.suppress(OSError):  # a delay of 0.1 ms cannot wait for a turn of several ms
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    # On another core, a frame would wait in another queue, and overtake those before it.
+    # On another core, a frame would wait in another queue, and could overtake earlier ones.
     os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
     gc.disable()
     print("ready", flush=True)
@@ -48,7 +48,7 @@ def run(device: str, seconds: float, loss: float) -> None:
     while True:
         now = time.monotonic()
         while held and held[0][0] <= now:
-            with contextlib.suppress(OSError):  # as a wire, it does not say what it lost
+            with contextlib.suppress(OSError):  # a wire does not report its losses
                 os.write(line, held.popleft()[1])
         wait = max(0.0, held[0][0] - time.monotonic()) if held else None
         if not select.select([line], [], [], wait)[0]:

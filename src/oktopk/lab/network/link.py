@@ -1,4 +1,4 @@
-"""How a link is shaped, and how tc is told."""
+"""The shape of a link, and the words of tc for it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LARGEST_NUMBER = 4_000_000_000  # of 32 bits, in which tc keeps sizes and micro
 
 @dataclass(frozen=True)
 class Link:
-    """How every host's link is shaped."""
+    """The shape of every host's link."""
 
     rate: str | None = None
-    """As tc writes it, "1gbit" or "100mbit", in each direction; None: as fast as it goes."""
+    """As tc writes it, "1gbit" or "100mbit", in each direction; None: not limited."""
     delay: str | None = None
     """One way, from host to host: "0.2ms"."""
     loss: float = 0.0
@@ -64,20 +64,20 @@ class Link:
 
     @property
     def shaped(self) -> bool:
-        """Is there a rate?"""
+        """Whether there is a rate."""
         return self.rate is not None
 
     @property
     def far(self) -> bool:
-        """Is there a delay or loss?"""
+        """Whether there is a delay or loss."""
         return self.seconds > 0 or self.loss > 0
 
     @property
     def largest_packet(self) -> int:
-        """Bytes of the largest packet that a host may send, as if its network card would cut it.
+        """Bytes of the largest packet that a host may send, as if its network card cut it.
 
-        Half of what may pass at once: then the next one may go even when a timer is late. Where
-        packets get lost they are single ones, as on a wire, instead of 64 kB together.
+        It is half of a burst, so that the next one may go even when a timer is late. On links that
+        lose packets it is a single packet, as on a wire, instead of 64 kB together.
         """
         if self.loss > 0:
             return _PACKET
@@ -85,14 +85,14 @@ class Link:
 
     @property
     def bucket(self) -> str:
-        """The rate, as a queueing discipline. The bucket is the kernel's simplest one; none of its
-        queue is dropped before it is full, as in a plain switch."""
+        """The rate, as a queueing discipline: the kernel's token bucket. Its queue drops packets
+        only when it is full, as a plain switch does."""
         return f"tbf rate {self.bits:.0f}bit burst {self._burst:.0f} limit {self._queue:.0f}"
 
     @property
     def netem(self) -> str:
-        """Delay and loss, as one. Its queue, in packets, holds those on their way and those that
-        wait: with too few places it would lose packets by itself."""
+        """Delay and loss, as a queueing discipline. Its queue holds the packets on their way and
+        those that wait. A queue that is too short would lose packets by itself."""
         packets = 100_000.0
         if self.shaped:
             packets = 1000 + (self.bits / 8 * self.seconds + self._queue) / 1000
@@ -105,6 +105,6 @@ class Link:
 
     @property
     def _queue(self) -> float:
-        """Bytes that may wait in a host, or at a port of the switch: 20 ms' worth, or 1 MB, so that
-        several hosts that send to one at the same time lose nothing."""
+        """Bytes that may wait in a host, or at a port of the switch: 20 ms' worth, or 1 MB. So no
+        packets are lost when several hosts send to one at the same time."""
         return min(max(self.bits / 8 * 0.020, 1e6), _LARGEST_NUMBER)

@@ -1,16 +1,17 @@
 """Network namespaces whose names say whose they are, so that none outlives its owner.
 
-The names of a run are `oktopk-PID-START-SPACE-RANDOM-PART`. PID and START, the clock tick at which
-that process began, name the owner: a process that merely got the same number later began at another
-tick. SPACE is the PID namespace in which that number means something: containers may share the
-folders below, but see only their own processes, and leave alone what is another's. So whoever comes
-by can tell what is left of a dead run, and may remove it, with all processes that still run inside:
+The names of a run are `oktopk-PID-START-SPACE-RANDOM-PART`. PID and START name the owner: a number
+and the clock tick at which it began. A later process with the same number began at another tick.
+SPACE is the PID namespace of that number: containers may share the folders below, but see only
+their own processes, and leave alone the runs of others. So anybody can tell which runs are dead,
+and may remove them, with all processes that still run inside:
 
 1. the owner itself, when it is done (`remove`);
 2. its keeper, a small process that watches the owner and outlives even a kill -9 of it;
 3. the next run, should the keeper be dead as well (`remove_left_over`).
 
-The keeper is this file, run as a script: it stands alone, as importing the package takes seconds.
+The keeper is this file, run as a script. It imports nothing of the package, which would take
+seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MARK = "OKTOPK_LAB"
-"""Environment variable of a run's processes; its value is the run. On the loopback, where they have
-no namespace of their own, they are known by it."""
+"""Environment variable of a run's processes; its value is the run. It identifies processes on the
+loopback, which have no namespace of their own."""
 
 _NAMES = Path("/run/netns")  # both are where `ip netns` keeps them
 _FILES = Path("/etc/netns")
 _RUN = re.compile(r"(oktopk-(\d+)-(\d+)-(\d+)-[0-9a-f]+)(?:-\w+)?")
-_MADE = "made"  # the part of a run that says that /etc/netns is its work
+_MADE = "made"  # the part of a run that made /etc/netns
 _SECONDS_TO_DIE = 10.0
 
 
@@ -84,7 +85,7 @@ def remove_left_over() -> None:
 
 
 def end(run: str) -> None:
-    """Kill all processes of a run, those that they start meanwhile, too."""
+    """Kill all processes of a run, and those that they start meanwhile."""
     until = time.monotonic() + _SECONDS_TO_DIE
     while time.monotonic() < until:
         found = False
@@ -98,10 +99,10 @@ def end(run: str) -> None:
 
 
 def write_hosts(name: str, text: str) -> None:
-    """What processes in a namespace see as /etc/hosts; `ip netns exec` takes care of it."""
+    """Write the /etc/hosts of a namespace; `ip netns exec` shows it to processes."""
     try:
         folder = _make_folder(name)
-    except FileNotFoundError:  # another run, whose work /etc/netns was, took it away meanwhile
+    except FileNotFoundError:  # another run, which had made /etc/netns, removed it meanwhile
         folder = _make_folder(name)
     (folder / "hosts").write_text(text)
 
@@ -116,7 +117,7 @@ def _make_folder(name: str) -> Path:
 
 
 def _processes(run: str) -> Iterator[int]:
-    """Processes of a run as file descriptors, which stay theirs if the number is used again."""
+    """Processes of a run as file descriptors, which stay valid if a number is used again."""
     spaces = set()
     for name in _parts(_NAMES, run):
         with contextlib.suppress(OSError):
@@ -182,7 +183,7 @@ def _began(pid: int) -> str:
 
 
 def _watch(run: str) -> None:
-    """Wait until the owner is gone, then remove what it left."""
+    """Wait until the owner is gone, then remove the run."""
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(_owner(run)[0])
         if _owner_lives(run):

@@ -1,103 +1,136 @@
-"""The flags of `oktopk train`, made from `Config`: names, types and help are those of its fields.
+"""The flags of `oktopk train`, made from the sections of `Config` and of all workloads.
 
 A value comes from the first of these that has it: the command line, the TOML file, the recipe, the
-defaults of `Config`.
+defaults of the sections.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import dataclasses
-import difflib
 import importlib
-import inspect
 import os
-import re
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from ...common.cache import expanded
 from ...common.errors import UserError
+from ...common.flags import did_you_mean
+from ...common.sections import Option, Section, flag
+from ...common.typed import WORDS, from_text, from_toml
 from ...common.values import read
-from .config import Config, flag
-from .recipes import DEFAULT, RECIPES, recipe
+from ...workloads import RECIPES, WORKLOADS, workload_for
+from .config import Config, sections
+from .recipes import DEFAULT, recipe
 
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+DESCRIPTION = f"""Train with sparse allreduce. Starts its workers on this machine, unless torchrun,
+mpirun or srun has started them already.
+
+A value comes from the command line, else from the TOML file of --config, else from the recipe, else
+it is the default shown here. Without a recipe, {DEFAULT} is used, or the recipe that fits the given
+dataset and model best. Flags may be spelled with underscores. Booleans are given as --compression,
+--compression false, or --no-compression.
+"""
+_EXAMPLES = """examples:
+  oktopk train                                 a few minutes, no download
+  oktopk train text                            the same for a language model
+  oktopk train text --data-dir book.txt        learn from a text of your own
+  oktopk train an4 --nworkers 4 --density 0.01
+  oktopk train an4 --resume auto               go on with the latest run
+  oktopk train --config runs/best/config.toml --seed 2
+  oktopk train --dnn lstman4 --dataset an4 --data-dir corpora --nworkers 2 --compressor oktopk
+  torchrun --standalone --nproc-per-node 4 -m oktopk train lstman4
+  mpirun -n 4 oktopk train lstman4
+  srun --ntasks 8 oktopk train lstman4
+"""
 _METAVARS = {bool: "[BOOL]", int: "N", float: "X", str: "NAME"}
-_PATHS = ("_dir", "_manifest", "pretrain", "resume")
 
 
-@dataclass(frozen=True)
-class Option:
-    """A field of `Config`, as a user sees it."""
+def options(section: str = "") -> dict[str, list[tuple[type[Section], Option]]]:
+    """Options by name, with the sections that have them: several workloads may have one.
 
-    name: str
-    kind: type
-    """bool, int, float or str."""
-    default: Any
-    help: str
-    group: str
-    """The comment above it and its neighbours, such as "What is trained"."""
-
-
-def options() -> list[Option]:
-    """All fields of `Config`, read from its source: Python keeps neither comments nor the
-    docstrings of fields."""
-    source = textwrap.dedent(inspect.getsource(Config))
-    lines = source.splitlines()
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    hints = get_type_hints(Config)
-    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
-    found, group, line = [], "Where it begins", 0
-    for node, after in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        for comment in lines[line : node.lineno]:
-            if match := re.fullmatch(r"\s+# (\w.*?)\.?", comment):
-                group = match[1]
-        line = node.lineno
-        name = node.target.id
-        text = ""
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            text = str(after.value.value)
-        kinds = [kind for kind in get_args(hints[name]) or (hints[name],) if kind is not type(None)]
-        found.append(Option(name, kinds[0], defaults[name], " ".join(text.split()), group))
+    Args:
+        section: as `Config` names it; by default all.
+    """
+    names = [section] if section else list(sections(WORKLOADS[0]))
+    owners = dict.fromkeys(sections(each)[name] for name in names for each in WORKLOADS)
+    found: dict[str, list[tuple[type[Section], Option]]] = {}
+    for owner in owners:
+        for name, each in owner.options().items():
+            found.setdefault(name, []).append((owner, each))
     return found
 
 
+def hints(section: str = "") -> dict[str, Any]:
+    """The type of each option, of one section or of all."""
+    return {name: owned[0][1].hint for name, owned in options(section).items()}
+
+
+# argparse, since none of the libraries that make flags from dataclasses has all of these: flags
+# with underscores, `--compression True`, `--no-x`, did-you-mean, recipes and shared flags.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field. Those that are not given leave nothing behind."""
+    """One flag for each option. Those that are not given leave nothing behind."""
+    parser.usage = "oktopk train [RECIPE] [--config FILE] [--FLAG VALUE ...]"
+    parser.epilog = _EXAMPLES
     parser.add_argument(
-        "recipe_given", nargs="?", metavar="RECIPE", help="the same as --recipe", default=None
+        "recipe_given",
+        nargs="?",
+        metavar="RECIPE",
+        help=f"{', '.join(RECIPES)}; see `oktopk recipes`",
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in options():
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        text = option.help.replace("%", "%%")
+    for name, owned in options().items():
+        title = _title(owned)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        option = owned[0][1]
+        groups[title].add_argument(
+            flag(name),
+            dest=name,
+            default=argparse.SUPPRESS,
+            type=_reader(option),
+            metavar="PATH" if option.path else _METAVARS[option.kind],
+            help=_help(owned).replace("%", "%%"),
+        )
+        if name == "recipe":
+            groups[title].add_argument(
+                "--config", metavar="FILE", help="TOML file with any of the values below"
+            )
+
+
+def _title(owned: Sequence[tuple[type[Section], Option]]) -> str:
+    owner = owned[0][0]
+    if len(owned) > 1:
+        return "What is trained"
+    for workload in WORKLOADS:
+        if workload is owner:
+            return f"{owner.title} (--dataset {', '.join(workload.datasets())})"
+    return owner.title
+
+
+def _help(owned: Sequence[tuple[type[Section], Option]]) -> str:
+    """Help and default; of each workload, if several have the option."""
+    texts = []
+    for owner, option in owned:
+        text = option.help
         if option.default not in ("", None):
             shown = str(option.default).lower() if option.kind is bool else option.default
             text = f"{text} (default: {shown})"
-        groups[option.group].add_argument(
-            flag(option.name),
-            dest=option.name,
-            default=argparse.SUPPRESS,
-            type=_reader(option.kind),
-            metavar="PATH" if option.name.endswith(_PATHS) else _METAVARS[option.kind],
-            help=text,
-        )
-        if option.name == "recipe":
-            groups[option.group].add_argument(
-                "--config", metavar="FILE", help="TOML file with any of the values below"
-            )
+        texts.append(text if len(owned) == 1 else f"{owner.title}: {text}")
+    return " ".join(texts)
+
+
+def _reader(option: Option) -> Any:
+    """Text to a value; argparse shows the message of ArgumentTypeError."""
+
+    def read_flag(text: str) -> Any:
+        try:
+            return from_text(option.hint, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_flag
 
 
 def spell(arguments: Sequence[str]) -> list[str]:
@@ -107,7 +140,7 @@ def spell(arguments: Sequence[str]) -> list[str]:
     apart; here it becomes `--compression=true`, and `--no-compression` becomes
     `--compression=false`.
     """
-    kinds = {flag(option.name): option.kind for option in options()}
+    kinds = {flag(name): owned[0][1].kind for name, owned in options().items()}
     other = ("--config", "--help")
     negations = {f"--no-{name[2:]}": name for name, kind in kinds.items() if kind is bool}
     spelled, rest = [], list(arguments)
@@ -125,7 +158,7 @@ def spell(arguments: Sequence[str]) -> list[str]:
         elif name not in kinds and name not in other:
             raise UserError(f"unknown flag {name}{did_you_mean(name, [*kinds, *negations])}")
         elif kinds.get(name) is bool and not equals:
-            is_value = bool(rest) and rest[0].lower() in (*_TRUE, *_FALSE)
+            is_value = bool(rest) and rest[0].lower() in WORDS
             spelled.append(f"{name}={rest.pop(0) if is_value else 'true'}")
         else:
             spelled.append(name + equals + value)
@@ -133,9 +166,9 @@ def spell(arguments: Sequence[str]) -> list[str]:
 
 
 def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
-    """The configuration, and the names of the fields that the user gave a value."""
-    names = [option.name for option in options()]
-    flags = {name: value for name, value in vars(arguments).items() if name in names}
+    """The configuration, and the names of the options that the user gave a value."""
+    known = options()
+    flags = {name: value for name, value in vars(arguments).items() if name in known}
     if (positional := arguments.recipe_given) is not None:
         if flags.get("recipe", positional) != positional:
             raise UserError(f"two recipes, {positional} and {flags['recipe']}: which one is it?")
@@ -144,34 +177,37 @@ def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     given = {**file, **flags}
     given = {**_of_resumed_run(given), **given}
     name = given.pop("recipe") if "recipe" in given else _recipe_for(given)
-    config = recipe(name, **given) if name else Config(**given)
-    # A run's own config.toml repeats what the recipe said; that was nobody's wish.
+    config = recipe(name, **given) if name else Config.of(**given)
+    # A run's own config.toml repeats the recipe's values; the user did not ask for those.
     of_recipe = RECIPES[name].values if name else {}
     wished = {name for name in file if name not in of_recipe or file[name] != of_recipe[name]}
     return config, frozenset(wished | set(flags))
 
 
-def _of_resumed_run(given: dict[str, Any]) -> dict[str, Any]:
-    """What a run that is to go on was begun with."""
+def _of_resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a run began with, if it is to go on."""
     folder = given.get("resume", "")
     if folder == "auto":
-        from ..run_folder import latest_run  # needs torch
+        from ..folders import latest_run  # needs torch
 
         name = given.get("recipe") or _recipe_for(given)
         folder = given.get("run_dir", "") or latest_run(name) or ""
     path = expanded(str(folder)) / "config.toml"
-    return read_toml(str(path)) if folder and os.path.exists(path) else {}
+    values = read_toml(str(path)) if folder and os.path.exists(path) else {}
+    try:
+        workload_for({**values, **given})
+    except UserError as error:
+        raise UserError(f"--resume {folder}: {error}" if values else str(error)) from None
+    return values
 
 
-def _recipe_for(given: dict[str, Any]) -> str:
-    """The recipe of those who name a model or a corpus instead, as the published trainer does."""
-    if given.get("dnn") == "lstman4":
-        return "lstman4"
-    return "an4" if given.get("dataset") in ("an4", "manifest") else DEFAULT
+def _recipe_for(given: Mapping[str, Any]) -> str:
+    """The recipe of users who name none."""
+    return workload_for(given).default_recipe(given)
 
 
 def read_toml(path: str) -> dict[str, Any]:
-    """The values in a file, of the right types."""
+    """The values in a file, of the right types. They may stand in sections, named as `Config`'s."""
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError:
@@ -184,41 +220,26 @@ def read_toml(path: str) -> dict[str, Any]:
         raise UserError(f"--config {path} is not TOML: {error}") from None
     except RecursionError:
         raise UserError(f"--config {path} is nested too deeply: there are no lists in it") from None
-    kinds = {option.name: option.kind for option in options()}
-    for key in [key for key in values if key.replace("-", "_") != key]:
-        values[key.replace("-", "_")] = values.pop(key)
+    try:
+        return _typed(values)
+    except ValueError as error:
+        raise UserError(f"--config {path}: {error}") from None
+
+
+def _typed(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    known, found = hints(section), dict[str, Any]()
     for key, value in values.items():
-        if isinstance(value, dict):
-            raise UserError(f"--config {path}: there are no sections: take [{key}] out")
-        if key not in kinds:
-            raise UserError(f"--config {path}: unknown key {key}{did_you_mean(key, kinds)}")
-        if kinds[key] is float and type(value) is int:
-            values[key] = float(value)
-        elif type(value) is not kinds[key]:
-            raise UserError(
-                f"--config {path}: {key} is {value!r}, but must be {_KINDS[kinds[key]]}"
-            )
-    return values
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about a name that does not exist."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-class _reader:
-    """Text to a value; argparse shows the message of ArgumentTypeError."""
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def __call__(self, text: str) -> Any:
-        try:
-            if self.kind is not bool:
-                return self.kind(text)
-            return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
-        except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(
-                f"expected {_KINDS[self.kind]}, not {text!r}"
-            ) from None
+        key = key.replace("-", "_")
+        if isinstance(value, dict) and not section:
+            if key not in (names := sections(WORKLOADS[0])):
+                raise ValueError(f"unknown section [{key}]; there are {', '.join(names)}")
+            found |= _typed(value, key)
+        elif key not in known:
+            where = f" in [{section}]" if section else ""
+            raise ValueError(f"unknown key {key}{where}{did_you_mean(key, known)}")
+        else:
+            try:
+                found[key] = from_toml(known[key], value)
+            except ValueError as error:
+                raise ValueError(f"{key} is {error}") from None
+    return found

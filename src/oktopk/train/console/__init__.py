@@ -1,1 +1,1 @@
-"""What a run shows in the terminal."""
+"""The view of a run in the terminal."""

@@ -9,14 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...algorithms import Dense
 from ...common.format import NOTHING, byte_size, count, duration, number, percent, plural, ratio
+from ...workloads.base import Metric
 from ..records import BucketTiming, EpochRecord, Outcome, Plan
+from .plan import dense_by_choice
 
 _MANY_EPOCHS = 12
 """With more epochs than this, the summary shows only those that were validated."""
-HEADINGS = {"loss": "val loss", "wer": "WER", "cer": "CER"}
-_HIGHER_IS_BETTER = {"accuracy"}
 
 
 def summary(outcome: Outcome) -> Iterable[RenderableType]:
@@ -24,7 +23,7 @@ def summary(outcome: Outcome) -> Iterable[RenderableType]:
     if len(epochs) > _MANY_EPOCHS:
         epochs = tuple(record for record in epochs if record.validation)
     if epochs:
-        yield _epochs(epochs)
+        yield _epochs(epochs, metrics(outcome.plan, epochs))
     facts = Table.grid(padding=(0, 2))
     for name, text in _facts(outcome):
         facts.add_row(Text(name, style="dim"), text)
@@ -36,28 +35,25 @@ def summary(outcome: Outcome) -> Iterable[RenderableType]:
         yield _timings(outcome.buckets)
 
 
-def _epochs(epochs: Sequence[EpochRecord]) -> Table:
-    names = list(dict.fromkeys(name for record in epochs for name in record.validation))
-    table = _table("epoch", "loss", *(HEADINGS.get(name, name) for name in names))
+def _epochs(epochs: Sequence[EpochRecord], shown: Sequence[Metric]) -> Table:
+    table = _table("epoch", "loss", *(each.label for each in shown))
     for record in epochs:
-        metrics = (metric(record, name) for name in names)
-        table.add_row(str(record.epoch), number(record.loss), *metrics)
+        values = (metric(record, each) for each in shown)
+        table.add_row(str(record.epoch), number(record.loss), *values)
     return table
 
 
 def _facts(outcome: Outcome) -> Iterable[tuple[str, str]]:
     validated = [record for record in outcome.epochs if record.validation]
-    for name in validated[-1].validation if validated else ():
-        if name == "loss":
+    for each in metrics(outcome.plan, validated[-1:]):
+        if each.name == "loss":
             continue
-        having = [record for record in validated if name in record.validation]
-        choose = max if name in _HIGHER_IS_BETTER else min
-        best = choose(having, key=lambda record: record.validation[name])
-        text = f"{metric(having[-1], name)} at the end"
-        text += f", best {metric(best, name)} (epoch {best.epoch})"
-        if name == "wer":
-            text += "; WER counts inserted words too, so it can exceed 1"
-        yield HEADINGS.get(name, name), text
+        having = [record for record in validated if each.name in record.validation]
+        choose = min if each.lower_is_better else max
+        best = choose(having, key=lambda record: record.validation[each.name])
+        text = f"{metric(having[-1], each)} at the end"
+        text += f", best {metric(best, each)} (epoch {best.epoch})"
+        yield each.label, text + (f"; {each.note}" if each.note else "")
     yield "sparsity", _sparsity(outcome)
     if outcome.steps:
         yield "compression ratio", f"{ratio(outcome.compression_ratio)}, dense steps included"
@@ -74,7 +70,7 @@ def _facts(outcome: Outcome) -> Iterable[tuple[str, str]]:
 
 
 def _sparsity(outcome: Outcome) -> str:
-    config, steps, dense = outcome.plan.config, outcome.steps, outcome.plan.dense_steps
+    config, steps, dense = outcome.plan.config.compression, outcome.steps, outcome.plan.dense_steps
     if outcome.sparse_steps:
         of = "" if outcome.sparse_steps == steps else f" in {outcome.sparse_steps} of {steps} steps"
         real = percent(outcome.sparsity).replace("%", " %")
@@ -152,9 +148,12 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def metric(record: EpochRecord, name: str) -> str:
-    return number(record.validation[name]) if name in record.validation else NOTHING
+def metrics(plan: Plan, epochs: Iterable[EpochRecord]) -> tuple[Metric, ...]:
+    """All that epochs were validated with."""
+    names = dict.fromkeys(name for record in epochs for name in record.validation)
+    return tuple(map(plan.config.workload.metric, names))
 
 
-def dense_by_choice(plan: Plan) -> bool:
-    return isinstance(plan.config.make_algorithm(), Dense)
+def metric(record: EpochRecord, which: Metric) -> str:
+    value = record.validation.get(which.name)
+    return NOTHING if value is None else which.format(value)

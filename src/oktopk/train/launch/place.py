@@ -1,8 +1,8 @@
-"""Where this process stands: its rank, as torchrun, mpirun or srun tell it, and where ranks meet.
+"""The place of this process: its rank under torchrun, mpirun or srun, and where ranks meet.
 
-All of this is read from environment variables. None of the launchers but torchrun says where the
-ranks meet. On one machine they meet in a file whose name all of them can work out; on several,
-at MASTER_ADDR and MASTER_PORT, which for srun follow from the job.
+All of this is read from environment variables. Only torchrun says where the ranks meet. Under the
+other launchers, ranks of one machine meet in a file whose name all of them can compute; ranks of
+several machines meet at MASTER_ADDR and MASTER_PORT, which for srun follow from the job.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _numbers(environ: Mapping[str, str], names: _Names, launcher: str) -> tuple[
     if missing:
         raise UserError(
             f"{', '.join(given)} of {launcher} is set, but {missing[0]} is not: start the workers "
-            f"with {launcher}, or unset what is left of another run"
+            f"with {launcher}, or unset the variables of another run"
         )
     for name in names:
         if not environ[name].isdecimal():

@@ -1,4 +1,4 @@
-"""CMU AN4: people who spell names and say numbers, dates and commands; 948 utterances and 130.
+"""CMU AN4: spelled names, numbers, dates and commands. 948 utterances train, 130 validate.
 
 The corpus is read as Carnegie Mellon distributes it:
 
@@ -7,7 +7,7 @@ The corpus is read as Carnegie Mellon distributes it:
     an4/etc/an4_test.*                 the same; transcripts without <s> and </s>
     an4/wav/an4_clstk/fash/...         .sph, .raw or .wav
 
-How it is downloaded: an4_archive.py.
+`an4_archive.py` downloads it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def prepare(
 
     Args:
         sources: instead of `SOURCES`.
-        sha256: of the archive, instead of what was published; also the archive of a corpus that is
-            there must have had it.
+        sha256: of the archive, instead of the published one. A corpus that is there must come from
+            an archive that had it.
     """
     data_dir = Path(data_dir)
     corpus = find(data_dir)
@@ -109,7 +109,7 @@ def find(data_dir: Path) -> Path | None:
 
 
 def utterances(corpus: Path, name: str) -> list[Utterance]:
-    """Those of `train` or `test`, in the order of the corpus."""
+    """The utterances of `train` or `test`, in the order of the corpus."""
     fileids = corpus / "etc" / f"an4_{name}.fileids"
     identifiers = [line.strip() for line in _lines(fileids) if line.strip()]
     texts = _transcripts(corpus / "etc" / f"an4_{name}.transcription")
@@ -152,10 +152,10 @@ def fetch(
     expected: tuple[int, int] = EXPECTED,
     progress: bool = True,
 ) -> Path:
-    """Download the archive and unpack it to `data_dir/an4`; either all of it or nothing is there.
+    """Download the archive and unpack it to `data_dir/an4`, all of it or nothing.
 
     An archive without the hash that was published, or asked for, is not unpacked. Members that
-    would leave the folder, and links and devices that could, are refused. What was unpacked must
+    would leave the folder, and links and devices that could, are refused. The unpacked corpus must
     be complete.
     """
     if not hasattr(tarfile, "data_filter"):

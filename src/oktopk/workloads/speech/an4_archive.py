@@ -1,7 +1,7 @@
 """AN4's archive: downloaded, verified, unpacked.
 
-Whatever comes over the network may have been changed. So the archive must have a known SHA-256, or
-it is said that it cannot be verified; and nothing in it may reach out of the folder it goes to.
+A download may have been tampered with. So the archive must have a known SHA-256, or a warning says
+that it cannot be verified; and none of its members may leave the folder that they go to.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger("oktopk")
 RECORD = "oktopk-archive.json"
 """In the corpus, where it came from: address, size, SHA-256, and whose that hash is."""
 _LARGEST = 1 << 30
-"""Bytes of an archive, and of what is in it. AN4 has 64 MB and 100 MB."""
+"""Most bytes of an archive, and of its content. AN4 has 64 MB and 100 MB."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the archive can be had."""
+    """An address of the archive."""
 
     url: str
     sha256: str = ""
-    """As others have published it; nothing where nobody has."""
+    """As others have published it; empty if none is published."""
 
 
 SOURCES = (
@@ -93,8 +93,8 @@ def _over_http(url: str) -> str:
 
 
 def verify(source: Source, fetched: Fetched, sha256: str) -> dict[str, Any]:
-    """What is recorded of an archive. One that has not the hash that it must have is refused; if
-    none is known, that is said."""
+    """The record of an archive. An archive with the wrong hash is refused; if no hash is known, a
+    message says so."""
     wanted = sha256.lower() or source.sha256
     if wanted and fetched.sha256 != wanted:
         raise UserError(
@@ -122,7 +122,7 @@ def check_record(corpus: Path, sha256: str) -> None:
         record = None
     found = record.get("sha256") if isinstance(record, dict) else None
     if found != sha256.lower():
-        what = f"the SHA-256 {found}" if found else "a SHA-256 that nobody recorded"
+        what = f"the SHA-256 {found}" if found else "an unrecorded SHA-256"
         raise UserError(
             f"{corpus} is there already, from an archive with {what}: move it away to download "
             "the archive that --sha256 asks for, or leave out --sha256"
@@ -171,7 +171,7 @@ def _write(file: io.RawIOBase, chunk: bytes) -> None:
 
 
 UNPACKING = (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError)
-"""What damaged archives raise."""
+"""Errors that damaged archives raise."""
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -180,7 +180,7 @@ def unpack(archive: Path, folder: Path) -> None:
         size = 0
         for member in tar:
             path = PurePosixPath(member.name)
-            # The filter would only strip the slash; but nobody means well with such a name.
+            # The filter would only strip the slash, but no honest archive has such a name.
             if path.is_absolute() or ".." in path.parts:
                 raise tarfile.TarError(f"{member.name!r} would leave the folder")
             size += member.size

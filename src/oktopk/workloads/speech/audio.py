@@ -1,9 +1,9 @@
-"""Recordings: read whole, or refused.
+"""Recordings are read whole, or refused.
 
-libsndfile decodes SPHERE, WAV, FLAC and more, but it shortens a truncated SPHERE or WAV file
-without a word, and the transcript then promises what is not to be heard. So the length that such a
-header gives is compared with the file's size first. Files that end in `.raw` have no header: they
-are signed 16-bit big-endian samples at 16 kHz, as in AN4's `an4_raw.bigendian` archive.
+libsndfile decodes SPHERE, WAV, FLAC and more. But it shortens a truncated SPHERE or WAV file
+silently, and then the transcript has words that the audio lacks. So the length in such a header is
+compared with the file's size first. Files that end in `.raw` have no header: they are signed 16-bit
+big-endian samples at 16 kHz, as in AN4's `an4_raw.bigendian` archive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATE = 16_000
 
 Samples = npt.NDArray[np.float32]
 
-# Writers that do not know the length when they begin put the largest number there, or nearly.
+# Writers that do not know the length in advance put the largest number there, or nearly.
 _UNKNOWN = 0x7FFF_F000
 _BLOCK = 1 << 20
 _RATES = (1_000, 1_000_000)
@@ -62,7 +62,7 @@ def seconds(path: str | os.PathLike[str]) -> float:
     except soundfile.SoundFileError as error:
         raise _unreadable(path, error) from None
     _check_rate(path, info.samplerate)
-    if info.frames >= 1 << 62:  # FLAC from a pipe: the header does not know
+    if info.frames >= 1 << 62:  # FLAC from a pipe: the header has no length
         return len(load(path)) / RATE
     if info.frames <= 0:
         raise _empty(path)
@@ -70,7 +70,7 @@ def seconds(path: str | os.PathLike[str]) -> float:
 
 
 def resample(samples: Samples, rate: int) -> Samples:
-    """To 16 kHz."""
+    """Resample to 16 kHz."""
     result: Samples = need("soxr").resample(samples, rate, RATE).astype(np.float32)
     return result
 
@@ -131,7 +131,7 @@ def _headerless(path: Path) -> bool:
 
 
 def _check(path: Path) -> None:
-    """Refuse what is missing, empty or shorter than its header says."""
+    """Refuse a file that is missing, empty or shorter than its header says."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -152,7 +152,7 @@ def _check(path: Path) -> None:
                 raise _truncated(path, "a last page", "none")
     except FileNotFoundError:
         raise UserError(
-            f"there is no recording {path}; `oktopk data manifest` mends the manifests of a "
+            f"there is no recording {path}; `oktopk data manifest` repairs the manifests of a "
             "corpus that moved"
         ) from None
     except OSError as error:

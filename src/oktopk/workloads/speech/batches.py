@@ -1,15 +1,14 @@
-"""Utterances in batches: of similar length, each worker its own, ready before they are needed."""
+"""Utterances in batches: of similar length, and different ones for each worker."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..prefetch import generator
 from .features import Corpus
 
 _STRETCH = 0.15
@@ -39,12 +38,12 @@ class Order:
     """Which utterances each worker has in each of its batches.
 
     1. Sort by length; after the first epoch with some noise, so that batches differ.
-    2. Cut into batches, and give each worker one of `workers` neighbours: so all workers have as
-       many batches, and none waits long for another's longer utterances. What does not fill a
-       batch for every worker is left out; because of the noise, not the same every time.
+    2. Cut into batches, and give each worker one of `workers` neighbours. So all workers have the
+       same number of batches, of similar length. Utterances that do not fill a batch for every
+       worker are left out; because of the noise, they differ from epoch to epoch.
     3. The first epoch goes from short to long, the others in random order.
 
-    The order follows from seed and epoch alone, so that a resumed run needs no more.
+    The order depends on seed and epoch alone, so a resumed run needs nothing else.
     """
 
     def __init__(self, lengths: Tensor, batch_size: int, workers: int, seed: int) -> None:
@@ -59,7 +58,7 @@ class Order:
 
     def epoch(self, epoch: int, worker: int) -> list[list[int]]:
         """The worker's batches; the first epoch is 1."""
-        random = _generator(self.seed, epoch)
+        random = generator(self.seed, epoch)
         keys = self.lengths
         if epoch > 1:
             keys = keys * (0.9 + 0.2 * torch.rand(len(keys), generator=random, dtype=keys.dtype))
@@ -86,7 +85,7 @@ def collate(
     for index in indices:
         one = corpus.features(index)
         if augment_seed is not None:
-            one = augmented(one, _generator(augment_seed, index))
+            one = augmented(one, generator(augment_seed, index))
         features.append(one)
     lengths = torch.tensor([one.size(1) for one in features])
     padded = torch.zeros(len(features), features[0].size(0), int(lengths.max()))
@@ -121,25 +120,3 @@ def augmented(features: Tensor, random: torch.Generator) -> Tensor:
         start = int(uniform() * (frames - width))
         features[:, start : start + width] = 0.0
     return features
-
-
-def prefetched(
-    make: Callable[[Sequence[int]], Batch], batches: Iterable[Sequence[int]], depth: int = 4
-) -> Generator[Batch, None, None]:
-    """Batches, made by a thread that stays a few ahead of the reader."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        ahead: deque[Future[Batch]] = deque()
-        for indices in batches:
-            ahead.append(pool.submit(make, indices))
-            if len(ahead) > depth:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-
-def _generator(*numbers: int) -> torch.Generator:
-    """Random numbers that depend on all of the numbers, and on nothing else."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % (1 << 62)
-    return torch.Generator().manual_seed(seed)

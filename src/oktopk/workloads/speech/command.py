@@ -1,4 +1,4 @@
-"""`oktopk data`: fetch, make and mend corpora."""
+"""`oktopk data`: fetch, make and repair speech corpora."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.cache import cache_dir
 from ...common.errors import UserError, printable
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The corpora that there are, each with its flags."""
-    corpora = parser.add_subparsers(dest="corpus", metavar="CORPUS", required=True)
-
+def add_commands(corpora: argparse._SubParsersAction[Any]) -> None:
+    """One subcommand for each corpus."""
     command = _command(
         corpora,
         "an4",
@@ -50,7 +48,7 @@ example:
         "--sha256",
         type=_sha256,
         metavar="HASH",
-        help="take no archive but the one that has it (default: what is published)",
+        help="accept only the archive that has this hash (default: the published one)",
     )
 
     command = _command(
@@ -70,7 +68,7 @@ example:
         "--train", type=int, default=1200, metavar="N", help="utterances (default: %(default)s)"
     )
     command.add_argument(
-        "--validation", type=int, default=160, metavar="N", help="likewise (default: %(default)s)"
+        "--validation", type=int, default=160, metavar="N", help="utterances (default: %(default)s)"
     )
 
     command = _command(
@@ -98,9 +96,9 @@ example:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; the exit code."""
+    """Prepare a corpus; returns the exit code."""
     need("rich")
-    from . import an4, spoken  # here, not above: help does without torch
+    from . import an4, spoken  # imported here, so that help does without torch
 
     progress = sys.stderr.isatty()
     if args.corpus == "an4":
@@ -155,7 +153,7 @@ def _rebuild(path: Path, root: Path, output: Path | None) -> int:
 
 
 def _keep(path: Path) -> None:
-    """A copy, unless there is one already, which has more: transcripts are hard to come by."""
+    """Keep a copy of a manifest. An earlier copy stays: it lists more."""
     kept = path.with_name(f"{path.name}.old")
     with suppress(FileExistsError), kept.open("xb") as copy:
         copy.write(path.read_bytes())
@@ -168,17 +166,19 @@ def _sha256(text: str) -> str:
 
 
 def _command(
-    corpora: argparse._SubParsersAction[argparse.ArgumentParser],
+    corpora: argparse._SubParsersAction[Any],
     name: str,
     summary: str,
     description: str,
 ) -> argparse.ArgumentParser:
-    return corpora.add_parser(
+    command: argparse.ArgumentParser = corpora.add_parser(
         name,
         help=summary,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(corpus=name, run=run)
+    return command
 
 
 def _report(paths: tuple[Path, ...], *, speakers: bool) -> None:
@@ -205,7 +205,7 @@ def _report(paths: tuple[Path, ...], *, speakers: bool) -> None:
 
 
 def _speakers(utterances: list[Utterance]) -> int:
-    """AN4 and the spoken corpus have a folder for each."""
+    """AN4 and the spoken corpus have a folder for each speaker."""
     return len({utterance.audio.parent for utterance in utterances})
 
 

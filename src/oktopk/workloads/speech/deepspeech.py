@@ -76,14 +76,14 @@ def shape(
 class DeepSpeech(nn.Module):
     """Spectrograms in, log probabilities of labels out.
 
-    1. Convolutions, each with batch norm and Hardtanh(0, 20). What they make of the padding
-       behind an utterance is set to zero, so that it does not leak into the utterance's end.
+    1. Convolutions, each with batch norm and Hardtanh(0, 20). Their output behind the end of an
+       utterance is set to zero, so that padding does not leak into the utterance.
     2. LSTM layers, with batch norm before all but the first. The two directions of a
        bidirectional layer are added.
     3. With one direction, a depthwise convolution over this frame and `lookahead` future ones.
     4. Batch norm, a linear layer, log-softmax.
 
-    From 2 on only the frames of utterances count, as with packed sequences, see `Recurrent`.
+    From step 2 on, only the frames of utterances count, as with packed sequences; see `Recurrent`.
     """
 
     def __init__(self, shape: Shape, bins: int, labels: int) -> None:
@@ -110,7 +110,7 @@ class DeepSpeech(nn.Module):
         self.linear = nn.Linear(shape.width, labels, bias=False)
 
     def frames(self, lengths: Tensor) -> Tensor:
-        """How many frames come out for utterances of so many."""
+        """Output frames of utterances with so many input frames."""
         for conv in self.shape.convs:
             lengths = (lengths + 2 * conv.padding[1] - conv.kernel[1]) // conv.stride[1] + 1
         return lengths
@@ -152,7 +152,7 @@ class Spans:
         self.backwards = torch.where(inside, lengths - 1 - time, time)[:, :, None]
 
     def apply(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A function of rows, applied to those of utterances; the others become zero."""
+        """Apply a function to the rows of utterances. The other rows become zero."""
         rows = function(x.flatten(0, 1)[self.rows])
         zeros = rows.new_zeros(x.size(0) * x.size(1), rows.size(1))
         return zeros.index_copy(0, self.rows, rows).view(*x.shape[:2], -1)
@@ -166,8 +166,8 @@ class Recurrent(nn.Module):
     """An LSTM layer whose results are those of nn.LSTM on packed sequences.
 
     On CPUs torch takes several times as long for packed sequences (benchmarks/recurrent.py). So it
-    runs on padded ones, backwards on utterances that are turned round within their own lengths:
-    then padding always comes last and influences nothing that counts.
+    runs on padded ones. The backward direction gets each utterance reversed within its own length,
+    so padding always comes last and does not influence the utterance.
     """
 
     def __init__(self, inputs: int, width: int, bidirectional: bool) -> None:

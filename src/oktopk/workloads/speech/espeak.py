@@ -1,8 +1,8 @@
 """A process that speaks: requests on standard input, samples on standard output.
 
 espeak-ng keeps oscillators and random numbers from one utterance to the next and has no way to
-reset them, so only a process that did nothing else says the same again, bit by bit. This file is
-run by its path, without the package, and uses nothing but Python's own library.
+reset them. So only a new process gives the same samples again, bit by bit. This file is run by its
+path, without the package, and uses only Python's standard library.
 
     python espeak.py LIBRARY DATA
 

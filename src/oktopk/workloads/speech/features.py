@@ -1,7 +1,7 @@
-"""What the model hears: spectrograms, computed once and kept in a file that all workers map.
+"""Input of the model: spectrograms, computed once and kept in a file that all workers map.
 
-A corpus of features is one tensor (frames of all utterances, bins) and where each begins. Workers
-map it into memory instead of reading it, so that eight of them on a machine hold it once.
+A corpus of features is one tensor (frames of all utterances, bins), with the offset of each
+utterance. Workers map it into memory, so that eight of them on a machine hold it once.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
-import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +20,7 @@ from rich.progress import track
 from torch import Tensor
 
 from ...common.errors import UserError
+from ...common.files import replacing
 from .audio import RATE, load
 from .manifest import Utterance
 
@@ -72,8 +71,8 @@ def compute(
 ) -> Path:
     """Write the features of a corpus into a file, unless it is there; returns its path.
 
-    The file's name tells kind, recordings, their sizes and times, so a changed corpus is
-    computed anew.
+    The file's name depends on kind, recordings, their sizes and times, so the features of a
+    changed corpus are computed again.
     """
     path = folder / f"{kind}-{_key(utterances, kind)}.pt"
     if path.exists():
@@ -88,12 +87,8 @@ def compute(
     )
     parts = [_KINDS[kind](load(utterance.audio)).T.contiguous() for utterance in bar]
     starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        _save({"frames": torch.cat(parts), "starts": starts}, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part:
+        _save({"frames": torch.cat(parts), "starts": starts}, part)
     return path
 
 
@@ -107,7 +102,7 @@ def _save(content: dict[str, Tensor], path: Path) -> None:
 def open_corpus(
     utterances: Sequence[Utterance], kind: str, folder: Path, *, progress: bool = True
 ) -> Corpus:
-    """A corpus with its features, mapped into memory; computed if need be."""
+    """A corpus with its features, mapped into memory. They are computed if they are not there."""
     path = compute(utterances, kind, folder, progress=progress)
     try:
         return _open(path, utterances, kind)

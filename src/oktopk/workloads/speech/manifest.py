@@ -1,4 +1,4 @@
-"""Manifests: the lists of utterances that a corpus is read by.
+"""Manifests: lists of the utterances of a corpus.
 
 Our own is a CSV file with a header, whose paths begin at its own folder or are absolute:
 
@@ -15,16 +15,15 @@ import csv
 import io
 import math
 import os
-import secrets
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import Any
 
 from ...common.errors import UserError
-from ...common.values import parse
+from ...common.files import check_ordinary, replacing
+from ...common.values import build, parse
 from ...common.values import read as file_content
 from . import audio
 
@@ -37,7 +36,7 @@ _APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "\u02bc": "'", "_": 
 
 @dataclass(frozen=True)
 class Utterance:
-    """A recording and what is said in it."""
+    """A recording and its transcript."""
 
     audio: Path
     """Resolved."""
@@ -48,7 +47,7 @@ class Utterance:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What `rebuild` found, and did not."""
+    """The result of `rebuild`: recordings that were found, and those that were not."""
 
     utterances: list[Utterance]
     missing: list[str]
@@ -57,7 +56,7 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A line of a manifest, before anybody has looked whether its files exist."""
+    """A line of a manifest. Its files may not exist."""
 
     audio: str
     text: str | None
@@ -68,11 +67,25 @@ class _Entry:
     """For messages."""
 
 
+@dataclass(frozen=True)
+class _Sample:
+    wav_path: str
+    transcript_path: str
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The JSON of deepspeech.pytorch."""
+
+    samples: list[_Sample]
+    root_path: str = ""
+
+
 def normalise(text: str) -> str:
     """The text in the labels that are recognised: A to Z, the apostrophe and single spaces.
 
     Accents and punctuation are dropped, and hyphens become spaces. Digits and other alphabets are
-    mistakes: nobody knows here how they were spoken.
+    mistakes, since it is not known how they were spoken.
     """
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).upper())
     kept = []
@@ -131,10 +144,7 @@ def write(
     path = Path(path)
     if not utterances:
         raise UserError(f"there is nothing to write to {path}: no utterance was found")
-    if (
-        path.exists() and not path.is_file() and not path.is_dir()
-    ):  # to replace a device destroys it
-        raise UserError(f"{path} is no ordinary file: name one that is, or a new one")
+    check_ordinary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     home = path.parent.resolve()
     rows = []
@@ -145,15 +155,11 @@ def write(
         if "\n" in name or "\r" in name:
             raise UserError(f"{name!r}: a manifest cannot hold a line break; rename the recording")
         rows.append([name, utterance.text, repr(utterance.seconds)])
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(HEADER)
-            writer.writerows(rows)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        replacing(path) as part,
+        part.open("x", encoding="utf-8", errors="surrogateescape", newline="") as file,
+    ):
+        csv.writer(file, lineterminator="\n").writerows([HEADER, *rows])
 
 
 def rebuild(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> Rebuilt:
@@ -205,7 +211,7 @@ def rebuild(manifest: str | os.PathLike[str], root: str | os.PathLike[str]) -> R
 
 
 def _entries(path: Path) -> tuple[list[_Entry], list[Path]]:
-    """What a manifest of any kind lists, and the folders that its relative paths may begin at."""
+    """The entries of a manifest of any kind, and the folders that its relative paths start from."""
     try:
         content = file_content(path).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
@@ -251,24 +257,17 @@ def _from_csv(path: Path, content: str) -> list[_Entry]:
 
 def _from_json(path: Path, content: str) -> tuple[list[_Entry], str]:
     try:
-        table: Any = parse(content)
-        root = str(table.get("root_path", ""))
-        entries = [
-            _Entry(
-                str(sample["wav_path"]),
-                None,
-                str(sample["transcript_path"]),
-                None,
-                f"{path}, sample {number}",
-            )
-            for number, sample in enumerate(table["samples"], 1)
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        table = build(_Samples, parse(content))
+    except ValueError as error:
         raise UserError(
             f"{path} is not a manifest of deepspeech.pytorch, which has root_path and samples with "
-            f"wav_path and transcript_path ({type(error).__name__}: {error})"
+            f"wav_path and transcript_path ({error})"
         ) from None
-    return entries, root
+    entries = [
+        _Entry(sample.wav_path, None, sample.transcript_path, None, f"{path}, sample {number}")
+        for number, sample in enumerate(table.samples, 1)
+    ]
+    return entries, table.root_path
 
 
 def _length(text: str, where: str) -> float:
@@ -341,7 +340,8 @@ def _parts(name: str) -> list[str]:
 
 
 def _match(name: str, files: dict[str, list[Path]]) -> tuple[Path | None, int, str]:
-    """The file whose path ends most as `name` does, by how many parts, or why there is none."""
+    """The file whose path has the longest end in common with `name`, and the number of common
+    parts; or the reason why there is none."""
     wanted = _parts(name)
     ranked: dict[int, set[Path]] = {}
     for path in files.get(wanted[0] if wanted else "", []):

@@ -1,4 +1,4 @@
-"""What is said in the spoken corpus: phrases of AN4's kinds, drawn at random."""
+"""Phrases of the spoken corpus: of AN4's kinds, drawn at random."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def phrase(random: Random) -> str:
         share -= weight
         if share < 0:
             return kind(random)
-    return _name(random)  # the weights add up to 1 but for rounding
+    return _name(random)  # the weights add up to 1, except for rounding
 
 
 def below(random: Random, limit: int) -> int:

@@ -1,7 +1,7 @@
 """A corpus that needs no download: AN4's kind of utterances, said by espeak-ng on first use.
 
 Spelled names, numbers, dates, commands and addresses, in several accents of English. No voice is
-in both sets, and no text but that of single commands is.
+in both sets. No text is in both sets either, except single commands.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import IO
 import numpy as np
 
 from ...common.cache import cache_dir
-from ...common.errors import UserError
-from ...common.extras import INSTALL, need
+from ...common.errors import INSTALL, UserError
+from ...common.extras import need
 from . import audio, manifest, phrases
 from .manifest import Utterance
 
@@ -44,7 +44,7 @@ SPEAKERS = {
 }
 """espeak-ng's voice variants. Each speaks in all accents."""
 
-# Within a sentence, espeak-ng would say these two as the words that they are also.
+# Within a sentence, espeak-ng would say these two letters as words.
 _LETTERS = {"A": "[['eI]]", "I": "[['aI]]"}
 
 
@@ -73,7 +73,7 @@ def prepare(
     train: int = 1200,
     validation: int = 160,
 ) -> tuple[Path, Path]:
-    """Manifests for training and for validation, of a corpus that is made if it is not there.
+    """Manifests for training and for validation. The corpus is made if it is not there.
 
     The same request gives the same recordings, on all machines of a kind. The corpus is built
     beside its place and then moved there, so a crash leaves nothing half-made, and any number of
@@ -102,7 +102,7 @@ def prepare(
 
 
 def plan(train: int, validation: int) -> dict[str, list[Line]]:
-    """What is said, and how: always the same for the same numbers."""
+    """The lines to say. The same numbers give the same lines."""
     heldout = _lines("validation", validation, frozenset())
     known = frozenset(line.text for line in heldout) - frozenset(phrases.COMMANDS)
     return {"train": _lines("train", train, known), "validation": heldout}
@@ -145,7 +145,7 @@ def _build(folder: Path, planned: dict[str, list[Line]], progress: bool) -> None
 def _record(
     speech: audio.Samples, rate: int, *, seed: tuple[int, int, int]
 ) -> np.ndarray[tuple[int], np.dtype[np.int16]]:
-    """As if by a microphone: some distance, some noise, and some silence before and after."""
+    """Like a microphone: some distance, some noise, and some silence before and after."""
     random = np.random.Generator(np.random.PCG64(seed))
     before, after = random.integers(audio.RATE // 16, audio.RATE // 5, size=2)
     loudness, noise = random.uniform(0.2, 0.8), 10 ** random.uniform(-4, -2.5)
@@ -173,7 +173,7 @@ def _complete(folder: Path, train: int, validation: int) -> bool:
 
 
 def _install(built: Path, folder: Path, aside: Path, counts: tuple[int, int]) -> None:
-    """Move the corpus to its place, unless another process was faster; what is damaged goes."""
+    """Move the corpus to its place, unless another process was faster. A damaged one is removed."""
     try:
         os.replace(built, folder)
     except OSError:
@@ -186,7 +186,7 @@ def _install(built: Path, folder: Path, aside: Path, counts: tuple[int, int]) ->
 
 @contextmanager
 def _speech() -> Iterator[Callable[[list[Line]], Iterator[tuple[audio.Samples, int]]]]:
-    """A process that says lines; see espeak.py for why it is one of its own."""
+    """A process that says lines. `espeak.py` tells why it must be a process of its own."""
     loader = need("espeakng_loader")
     try:
         library, data = loader.get_library_path(), loader.get_data_path()

@@ -1,4 +1,4 @@
-"""Transcripts as labels, and how wrong a transcript is."""
+"""Transcripts as labels, and their error rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def encode(text: str) -> Tensor:
 
 
 def needed_frames(labels: Tensor) -> int:
-    """The fewest frames in which CTC can say this: a blank parts what is said twice."""
+    """The fewest frames that CTC needs. A blank stands between two equal labels."""
     return len(labels) + int((labels[1:] == labels[:-1]).sum())
 
 

@@ -1,0 +1,154 @@
+"""Loops are compiled on first use, or when `prepare` says so.
+
+numba caches compiled code beside the loops, or in the user's cache folder; without a place that it
+can write to, each process compiles for itself. Processes take turns through a lock file: numba's
+cache is not safe alone, and one of several ranks compiles while the others wait and then load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from .. import numbers
+from .arrays import as_bits, limits
+from .loops import codes, optimizer, selection
+
+log = logging.getLogger(__name__)
+
+
+def _jit(loop: Any) -> Any:
+    # As in numpy, a division by zero is no exception: to look for one costs more than the division.
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(loop)
+    except RuntimeError:  # no place to cache: neither the package, nor a home directory
+        return numba.njit(**options)(loop)
+
+
+_LOOPS = {
+    name: _jit(loop)
+    for module in (selection, codes, optimizer)
+    for name, loop in inspect.getmembers(module, inspect.isfunction)
+}
+_Key = tuple[torch.dtype | None, torch.dtype]
+"""Types of values (None: loops of messages) and of indexes."""
+_ready: set[_Key] = set()
+_announced = False
+_lock = threading.Lock()
+
+
+def prepare(dtype: torch.dtype, numel: int) -> None:
+    # Loops without indexes are compiled with those of 32-bit ones.
+    types = sorted({torch.int32, numbers.index_dtype(numel)}, key=str)
+    _ensure(*((kind, indices) for kind in (None, dtype) for indices in types))
+
+
+def compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[str, Any]:
+    """The loops over values, compiled for these types."""
+    return _ensure((dtype, indices))
+
+
+def compiled_codes(indices: torch.dtype = torch.int32) -> dict[str, Any]:
+    """The loops of messages, compiled for this type."""
+    return _ensure((None, indices))
+
+
+def _ensure(*keys: _Key) -> dict[str, Any]:
+    """Compile under a lock that all processes share, unless that has been done."""
+    if not _ready.issuperset(keys):
+        with _lock, _file_lock():
+            for key in keys:
+                if key not in _ready:
+                    _compile(*key)
+                    _ready.add(key)
+    return _LOOPS
+
+
+def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
+    """Call each loop once on nothing; numba compiles it or loads it from its cache."""
+    calls = _calls_of_messages(indices) if dtype is None else _calls_over_values(dtype, indices)
+    for name, *nothing in calls:
+        loop = _LOOPS[name]
+        before = sum(loop.stats.cache_misses.values())
+        loop(*nothing)
+        if sum(loop.stats.cache_misses.values()) > before:
+            _announce(loop.stats.cache_path)
+
+
+def _announce(folder: str | None) -> None:
+    """Say what takes so long, after the first loop that was not in the cache."""
+    global _announced
+    if not _announced and folder:
+        log.warning("compiling kernels for this machine, once: 5 to 10 s")
+    elif not _announced:
+        log.warning(
+            "compiling kernels: 5 to 10 s in each process, because there is no place to cache "
+            "them; set NUMBA_CACHE_DIR to a folder that can be written to"
+        )
+    _announced = True
+
+
+def _calls_of_messages(indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Each loop and its arguments; a short loop first, to see soon whether it is cached."""
+    i = torch.empty(0, dtype=indices, device="cpu").numpy()
+    u8, u16, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 2, 4, 8))
+    yield "count_gaps", i, 0
+    for words in (u8, u16):
+        yield "pack_gaps", i, 0, words
+        yield "unpack_gaps", words, 0, 0, i
+    yield "pack_bits", i, 0, u8
+    yield "unpack_bits", u8, 0, 0, i
+    yield "quantise", u32, u8, u32
+    yield "dequantise", u8, u32, u32
+    yield "checksum", u64
+
+
+def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    i = torch.empty(0, dtype=indices, device="cpu").numpy()
+    v = torch.empty(0, dtype=dtype, device="cpu").numpy()
+    bits, (limit, mask, _) = as_bits(v), limits(0.0, dtype)
+    yield "add_at", v, i, v
+    yield "accumulate", v, v, v, bits, 0, limit, mask, -1, 0, i, v
+    yield "select", v, bits, 0, 0, limit, mask, i, v
+    yield "histogram", bits, 0, 0, mask, limit, limit, limit, np.zeros((2, 1), np.int64)
+    yield "keep", i, v, bits, limit, mask, 0, i, v
+    yield "merge", i, v, i, v, i, v
+    yield "scatter", v, 0, i, v, -1
+    yield "take_common", v, i, v, i
+    yield "step_square", v, bits, v, 0, 0, mask, *[v.dtype.type(0)] * 2, 0.0, 0.0
+    yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
+    yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
+
+
+@contextlib.contextmanager
+def _file_lock() -> Iterator[None]:
+    """One process at a time, where there can be a lock file."""
+    with contextlib.ExitStack() as stack:
+        folder = getattr(_LOOPS["accumulate"].stats, "cache_path", None)
+        # No cache, a folder that cannot be written to, a file system without locks: no lock.
+        with contextlib.suppress(OSError):
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+                file = stack.enter_context(open(os.path.join(folder, "oktopk.lock"), "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _forget() -> None:
+    """A forked child may have inherited the lock from a thread that it does not have."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

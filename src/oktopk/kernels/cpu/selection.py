@@ -1,0 +1,136 @@
+"""Select entries and put them back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import numbers
+from ..reference import selection as reference
+from .arrays import alignment, as_bits, limits
+from .compiling import compiled
+from .threads import compact, parallel
+
+
+def accumulate(
+    residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, list[bool]]:
+    r, o, parts = residual.numpy(), out.numpy(), [part.numpy() for part in gradient]
+    stops = list(itertools.accumulate(part.size for part in parts))
+    bits, (limit, mask, infinity) = as_bits(o), limits(threshold, out.dtype)
+    index = numbers.index_dtype(o.size)
+    loop = compiled(out.dtype, index)["accumulate"]
+    finite = [True] * len(parts)
+
+    def run(low: int, high: int, i: Any, v: Any) -> int:
+        end = low
+        for number, (part, stop) in enumerate(zip(parts, stops, strict=True)):
+            start = stop - part.size
+            here = slice(max(low, start), min(high, stop))
+            if here.start < here.stop:
+                g, aligned = part[here.start - start : here.stop - start], alignment(o, here.start)
+                where = (r[here], g, o[here], bits[here], here.start)
+                end, peak = loop(*where, limit, mask, aligned, end, i, v)
+                if peak >= infinity:
+                    finite[number] = False
+        return int(end)
+
+    indices, values = compact(run, o.size, out.dtype, index)
+    return indices, values, finite
+
+
+def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    d = dense.numpy()
+    bits, (limit, mask, _) = as_bits(d), limits(threshold, dense.dtype)
+    index = numbers.index_dtype(d.size)
+    loop = compiled(dense.dtype, index)["select"]
+
+    def run(low: int, high: int, i: Any, v: Any) -> int:
+        return int(loop(d, bits, low, high, limit, mask, i, v))
+
+    return compact(run, d.size, dense.dtype, index)
+
+
+def histogram(values: Tensor, prefix: int, shift: int, bits: int) -> Tensor:
+    v = as_bits(values.numpy())
+    unsigned = v.dtype.type
+    _, mask, _ = limits(0.0, values.dtype)
+    loop = compiled(values.dtype)["histogram"]
+
+    def run(low: int, high: int) -> Any:
+        counts = np.zeros((2, 2**bits), np.int64)
+        loop(v, low, high, mask, unsigned(prefix), unsigned(shift), unsigned(bits), counts)
+        return counts.sum(0)
+
+    return torch.from_numpy(sum(parallel(run, values.numel())))
+
+
+def keep(indices: Tensor, values: Tensor, threshold: float, ties: int) -> tuple[Tensor, Tensor]:
+    limit, mask, _ = limits(threshold, values.dtype)
+    i, v = indices.numpy(), values.numpy()
+    kept_indices, kept_values = torch.empty_like(indices), torch.empty_like(values)
+    count = compiled(values.dtype, indices.dtype)["keep"](
+        i, v, as_bits(v), limit, mask, ties, kept_indices.numpy(), kept_values.numpy()
+    )
+    return kept_indices[:count], kept_values[:count]
+
+
+def merge(
+    indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor
+) -> tuple[Tensor, Tensor]:
+    most = indices.numel() + other_indices.numel()
+    union, total = indices.new_empty(most), values.new_empty(most)
+    count = compiled(values.dtype, indices.dtype)["merge"](
+        indices.numpy(),
+        values.numpy(),
+        other_indices.numpy(),
+        other_values.numpy(),
+        union.numpy(),
+        total.numpy(),
+    )
+    return union[:count], total[:count]
+
+
+def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
+    loop = compiled(dense.dtype, indices.dtype)["add_at"]
+    loop(dense.numpy(), indices.numpy(), values.numpy())
+
+
+def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    if values.dtype not in (torch.float32, torch.float64):
+        reference.scatter(parts, indices, values)
+        return
+    i, v = indices.numpy(), values.numpy()
+    loop = compiled(values.dtype, indices.dtype)["scatter"]
+
+    def write(part: Tensor, start: int) -> None:
+        d = part.numpy()
+        parallel(lambda low, high: loop(d[low:high], start + low, i, v, alignment(d, low)), d.size)
+
+    start = 0
+    for part in parts:
+        write(part, start)
+        start += part.numel()
+
+
+def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
+    loop = compiled(dense.dtype, indices.dtype)["take_common"]
+    loop(dense.numpy(), indices.numpy(), values.numpy(), applied.numpy())
+
+
+def sum_select(
+    indices: Tensor, values: Tensor, ends: list[int], low: int, high: int, threshold: float
+) -> tuple[Tensor, Tensor]:
+    i, v, e = indices.numpy(), values.numpy(), np.array(ends, np.int64)
+    bits, (limit, mask, _) = as_bits(v), limits(threshold, values.dtype)
+    loop = compiled(values.dtype, indices.dtype)["sum_select"]
+
+    def run(start: int, stop: int, found: Any, sums: Any) -> int:
+        return int(loop(i, v, e, low, start, stop, limit, mask, bits, found, sums))
+
+    return compact(run, high - low, values.dtype, indices.dtype)

@@ -1,0 +1,47 @@
+"""Numbers and their bits, as all kernels and the wire understand them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANTUM = 128
+"""Values that share a scale in a message."""
+MOST_SHIFT = 24
+"""Logarithm of the widest spacing that `quantise` needs: 7 bits in the 31 bits of a magnitude."""
+LARGEST = 0x7F7FFFFF
+"""The bits of the largest finite float32."""
+MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
+"""Odd factors of the checksum: one for places, and those of MurmurHash3 for words."""
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """The smallest integer type that can name each of `numel` elements."""
+    return torch.int32 if numel <= 2**31 - 1 else torch.int64
+
+
+def magnitude(values: Tensor) -> Tensor:
+    """|values| as integers of the same width, in the same order.
+
+    Without its sign bit, an IEEE number orders like the integer with the same bits. So infinities
+    and NaNs are the largest of all (never lost, always found), denormals are ordinary numbers, and
+    no comparison depends on rounding.
+    """
+    bits = values.view(_BITS[values.dtype])
+    return bits & torch.iinfo(bits.dtype).max
+
+
+def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
+    """|threshold| rounded to `dtype`, as an integer to compare magnitudes with."""
+    return int(magnitude(torch.tensor(threshold, dtype=dtype, device="cpu")))
+
+
+def fixed_point(least: float, numel: int) -> tuple[float, float]:
+    """The bound of the squares in `step_square`, and their scale.
+
+    Squares are multiplied by the scale and rounded to integers: a sum of integers is the same in
+    any order. The scale is such that the sum of `numel` squares fits in 64 bits.
+    """
+    most = 1 / (least * least)
+    return most, 2.0**62 / (most * numel)

@@ -1,0 +1,1 @@
+"""The specification of every kernel, in plain torch, on any device."""

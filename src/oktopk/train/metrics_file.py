@@ -1,0 +1,97 @@
+"""metrics.jsonl, a line for each step and each epoch of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common import files
+from ..common.errors import UserError
+from ..common.values import build, parse, read
+from .records import EpochRecord, StepRecord
+
+METRICS = "metrics.jsonl"
+
+
+def read_metrics(
+    path: str | os.PathLike[str],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps and epochs of a run's folder, or of its metrics.jsonl, as they were recorded."""
+    file = Path(path) / METRICS if os.path.isdir(path) else Path(path)
+    if not os.path.isfile(file):
+        raise UserError(f"{file} is not there: name a run's folder")
+    records = [line.values for line in _lines(file)]
+    steps = [record for record in records if record["kind"] == "step"]
+    return steps, [record for record in records if record["kind"] == "epoch"]
+
+
+def previous_epochs(path: str | os.PathLike[str], before_epoch: int) -> tuple[EpochRecord, ...]:
+    """The epochs before one, of the run in a folder."""
+    metrics = Path(path) / METRICS
+    if not metrics.exists():
+        return ()
+    records = [line.record for line in _lines(metrics)]
+    epochs = [record for record in records if isinstance(record, EpochRecord)]
+    return tuple(record for record in epochs if record.epoch < before_epoch)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of metrics.jsonl."""
+
+    text: bytes
+    values: dict[str, Any]
+    """As they were recorded."""
+    record: StepRecord | EpochRecord
+
+
+def _lines(file: Path) -> Iterator[_Line]:
+    """All records. The last line may be half written; then it does not count."""
+    try:
+        lines = read(file).splitlines()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    for place, text in enumerate(lines, 1):
+        try:
+            values = parse(text)
+        except ValueError as error:
+            if place == len(lines):
+                return
+            raise _damaged(file, place, error) from None
+        try:
+            line = _Line(text, values, _record(values))
+        except ValueError as error:
+            raise _damaged(file, place, error) from None
+        yield line
+
+
+def _record(values: object) -> StepRecord | EpochRecord:
+    if not isinstance(values, dict):
+        raise ValueError("it is not an object")
+    if values.get("kind") == "step":
+        return build(StepRecord, values)
+    if values.get("kind") == "epoch":
+        return build(EpochRecord, values)
+    raise ValueError("its kind is neither step nor epoch")
+
+
+def _damaged(file: Path, place: int, error: ValueError) -> UserError:
+    return UserError(
+        f"line {place} of {file} is damaged ({error}): remove that line, the others can be read"
+    )
+
+
+def drop_from(metrics: Path, step: int, epoch: int) -> None:
+    """Drop records from a step and an epoch on: both are about to happen again."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in _lines(metrics):
+        record = line.record
+        early = record.step < step if isinstance(record, StepRecord) else record.epoch < epoch
+        if early:
+            kept.append(line.text + b"\n")
+    files.write(metrics, b"".join(kept))
