@@ -246,7 +246,7 @@ def test_srun_and_a_mistake(warm: Warm, tiny: list[str], tmp_path: Path) -> None
     runs = [Forked(warm, flags, tmp_path, srun(rank, job)) for rank in (0, 1)]
     assert [run.wait() for run in runs] == [2, 2]
     told = [run for run in runs if run.err.read_text()]
-    assert len(told) == 1
+    assert len(told) == 1, [run.err.read_text() for run in runs]
     one_line(told[0], "--nworkers is 3, but srun started 2 workers")
 
 
@@ -263,7 +263,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINIT
     ]
     assert [run.wait() for run in runs] == [2, 2], [run.err.read_text() for run in runs]
     told = [run for run in runs if run.err.read_text()]
-    assert len(told) == 1
+    assert len(told) == 1, [run.err.read_text() for run in runs]
     one_line(told[0], "could not be had): use a smaller model, smaller batches")
 
 
@@ -284,7 +284,7 @@ def test_output_that_cannot_be_written(
     runs = [Forked(warm, tiny, tmp_path, srun(rank, job), first) for rank in (0, 1)]
     assert [run.wait() for run in runs] == [2, 2], [run.err.read_text() for run in runs]
     told = [run for run in runs if run.err.read_text()]
-    assert len(told) == 1
+    assert len(told) == 1, [run.err.read_text() for run in runs]
     one_line(told[0], says)
 
 

@@ -58,7 +58,8 @@ def tell(message: str, place: Place, store: Store | None) -> None:
     """Print, if no other worker has.
 
     Launchers end all workers when the first one ends, so no worker ends before the message is
-    printed. Rank 0 may host the store: it waits until all have asked, or a few seconds.
+    printed. Rank 0 may host the store: it waits until all know of the message, or a few seconds.
+    A worker whose host is gone in the middle of a question has torch print a stack trace.
     """
     if store is None:
         print(message, file=sys.stderr, flush=True)
@@ -68,11 +69,11 @@ def tell(message: str, place: Place, store: Store | None) -> None:
             print(message, file=sys.stderr, flush=True)
             store.set("oktopk/told", "yes")
         store.wait(["oktopk/told"], timedelta(seconds=SECONDS_TO_END))
+        know = store.add("oktopk/know", 1)
         until = time.monotonic() + 3
-        while place.rank == 0 and time.monotonic() < until:
-            if store.add("oktopk/failed", 0) >= place.size:
-                break
+        while place.rank == 0 and know < place.size and time.monotonic() < until:
             time.sleep(0.05)
+            know = store.add("oktopk/know", 0)
 
 
 def report(message: str, here: Place) -> None:
