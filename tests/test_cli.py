@@ -164,6 +164,10 @@ def test_booleans(line: str, value: bool) -> None:
         ("train --no-augment=1", "takes no value"),
         ("train --nworkers 0", "--nworkers is 0, but must be at least 1"),
         ("train --nworkers 100000", "at most 256 are started on one machine"),
+        ("train text --heads 3", "--width 128 must be a multiple of --heads 3: change one"),
+        ("train --run-dir /dev/null", "/dev/null is not a folder; choose another name"),
+        ("train --run-dir /dev/null/run", "/dev/null is not a folder; choose another name"),
+        ("train --resume nowhere", "--resume nowhere: no run with a checkpoint is there"),
         ("train --dataset nope", "must be one of an4, spoken, manifest"),
         ("train --lr nan", "--lr: expected a number, not 'nan'"),
         (

@@ -250,6 +250,28 @@ def test_srun_and_a_mistake(warm: Warm, tiny: list[str], tmp_path: Path) -> None
     one_line(told[0], "--nworkers is 3, but srun started 2 workers")
 
 
+def test_signal_while_a_mistake_is_reported(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
+    """Launchers send it as soon as one worker ends. It is no interruption by the user."""
+    job = str(secrets.randbits(31))
+    stuck = """import time
+from oktopk.train.launch.meeting import meet
+from oktopk.train.launch.place import place
+store = meet(place(), 100)
+time.sleep(100)
+"""
+    first, second = (
+        Forked(warm, [*tiny, "--nworkers", "3"], tmp_path, srun(rank, job), stuck if rank else "")
+        for rank in (0, 1)
+    )
+    while "--nworkers is 3" not in first.err.read_text():
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait() == 2
+    one_line(first, "--nworkers is 3, but srun started 2 workers")
+    os.kill(second.pid, signal.SIGKILL)
+    second.wait()
+
+
 def test_memory_runs_out_on_one_worker(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
     """Both end, with the same code, and one tells."""
     job = str(secrets.randbits(31))

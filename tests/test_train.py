@@ -287,8 +287,10 @@ def test_bad_values(
 def test_weights_that_do_not_fit(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     for content, problem in (
-        ({"linear.weight": torch.zeros(3)}, "does not fit"),
+        ({"bytes.weight": torch.zeros(3)}, "has no .*Use weights of the same workload"),
+        ({"linear.weight": torch.zeros(3)}, "linear.weight: .*--width and --depth"),
         (torch.zeros(3), "holds no state_dict"),
+        ({1: torch.zeros(3)}, "holds no state_dict"),
     ):
         torch.save(content, path)
         with pytest.raises(UserError, match=problem):

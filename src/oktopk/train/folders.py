@@ -21,11 +21,20 @@ def choose_folder(run: Run, rank: int = 0) -> tuple[Path, bool]:
     """A run's folder, and whether to go on with the run in it. Rank 0 chooses for all."""
     if rank:
         return Path(), False
+    folder, resumed = find_folder(run)
+    return folder or new_run_folder(run.recipe), resumed
+
+
+def find_folder(run: Run) -> tuple[Path | None, bool]:
+    """The folder that a user wants, None for a new one; and whether to go on with the run in it."""
     given = expanded(run.run_dir) if run.run_dir else None
+    for path in (given, *given.parents) if given else ():
+        if os.path.exists(path) and not os.path.isdir(path):
+            raise UserError(f"--run-dir {given}: {path} is not a folder; choose another name")
     if run.resume == "auto":
         found = given if given and _has_checkpoint(given) else None
         if not given:
-            found = latest_run(run.recipe or "run")
+            found = latest_run(run.recipe)
         if found:
             return found, True
     elif run.resume:
@@ -40,7 +49,7 @@ def choose_folder(run: Run, rank: int = 0) -> tuple[Path, bool]:
             f"--run-dir {given} holds a run already: --resume auto goes on with it, another "
             "folder begins a new one"
         )
-    return given or new_run_folder(run.recipe or "run"), False
+    return given, False
 
 
 def new_run_folder(recipe: str, base: Path = Path("runs")) -> Path:

@@ -49,12 +49,20 @@ def no_broadcast() -> dict[str, Any]:
 
 def take_weights(net: nn.Module, path: str) -> None:
     """Begin with the weights that --pretrain names."""
-    weights = attempt(lambda: read_weights(expanded(path)))
+    weights, problem = attempt(lambda: read_weights(expanded(path))), ""
     try:
-        net.load_state_dict(weights)
-    except RuntimeError as error:
-        lines = " ".join(str(error).split())[:300]
-        raise UserError(f"--pretrain {path} does not fit the model: {lines}") from None
+        missing, others = net.load_state_dict(weights, strict=False)
+        if missing:
+            problem = f"it has no {missing[0]}"
+        elif others:
+            problem = f"the model has no {others[0]}"
+    except RuntimeError as error:  # the first line is a heading
+        problem = str(error).splitlines()[1].strip().rstrip(".")
+    if problem:
+        raise UserError(
+            f"--pretrain {path} does not fit the model: {problem}. Use weights of the same "
+            "workload, and the flags of the model that they belong to, such as --width and --depth"
+        )
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -73,7 +81,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     for key in ("model", "state_dict"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
         raise UserError(f"--pretrain {path} holds no state_dict of a model")
     return {name.removeprefix("module."): tensor for name, tensor in found.items()}
 

@@ -190,7 +190,7 @@ def _of_resumed_run(given: Mapping[str, Any]) -> dict[str, Any]:
     if folder == "auto":
         from ..folders import latest_run  # needs torch
 
-        name = given.get("recipe") or _recipe_for(given)
+        name = given["recipe"] if "recipe" in given else _recipe_for(given)
         folder = given.get("run_dir", "") or latest_run(name) or ""
     path = expanded(str(folder)) / "config.toml"
     values = read_toml(str(path)) if folder and os.path.exists(path) else {}

@@ -24,6 +24,7 @@ from multiprocessing import resource_tracker
 
 from ...common.errors import USER_ERROR, UserError
 from ..config.config import Config
+from ..folders import find_folder
 from .meeting import SECONDS_TO_END
 from .place import LOCAL, Place, place
 from .worker import INTERRUPTED, SIGNALS, choose_device, worker
@@ -40,6 +41,7 @@ def run(config: Config, explicit: Collection[str] = ()) -> int:
     here = place()
     if here is not None:
         return worker(config, here, explicit)
+    find_folder(config.run)  # a mistake here need not wait for workers
     size = config.launch.nworkers or 2
     if size == 1:
         return worker(config, Place(0, 1, 0, 1, LOCAL))

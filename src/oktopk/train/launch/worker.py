@@ -51,6 +51,7 @@ def worker(config: Config, place: Place, explicit: Collection[str] = ()) -> int:
             print(INTERRUPTED, file=sys.stderr)
         _exit(128 + interruption.signal)
     except Exception as error:
+        _ignore_signals()  # launchers send them as soon as one worker ends, and rank 0 may end last
         if message := mistake(error):
             tell(f"oktopk: error: {message}", place, store)
             _exit(USER_ERROR)
@@ -93,11 +94,14 @@ def _obey_signals(place: Place) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # The terminal may have sent us the signal already, and the parent passes it on again.
-    for other in SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
+    _ignore_signals()  # the terminal may have sent it already, and the parent passes it on again
     signal.alarm(SECONDS_TO_END)  # ends the process, should cleaning up not end
     raise _Interrupted(number)
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _check(config: Config, place: Place, explicit: Collection[str]) -> None:

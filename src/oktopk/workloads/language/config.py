@@ -52,20 +52,25 @@ class LanguageConfig(WorkloadConfig):
     # Nobody means more than this; it would take all memory.
     width: int = option(128, "Length of the vector for a byte.", least=1, most=1_000_000)
     depth: int = option(4, "Blocks of attention and MLP.", least=1, most=1000)
-    heads: int = option(4, "Attention heads of a block.", least=1, most=1_000_000)
+    heads: int = option(
+        4, "Attention heads of a block; they share the width equally.", least=1, most=1_000_000
+    )
     window: int = option(128, "Bytes that the model can look back on.", least=1, most=1_000_000)
     epoch_windows: int = option(
         4096, "Windows of an epoch, for all workers together.", least=1, most=100_000_000
     )
     examples: int = option(1, "Continuations of held-out text to show.", least=0)
 
-    def make(self, context: Context) -> Language:
-        from .workload import Language
-
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.width % self.heads:
             raise UserError(
                 f"--width {self.width} must be a multiple of --heads {self.heads}: change one"
             )
+
+    def make(self, context: Context) -> Language:
+        from .workload import Language
+
         return Language(self, context)
 
     def prepare(self, progress: bool) -> None:
