@@ -728,6 +728,7 @@ def test_without_a_second_moment_of_its_own_a_step_is_torchs(case: str) -> None:
             optimizer = adamw(model)
         case "resumed":
             state = alone.reducer.state_dict()
+            alone.optimizer.close()
             alone = Alone(model)
             alone.reducer.load_state_dict(state)
             optimizer = alone.inner

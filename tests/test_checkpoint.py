@@ -637,6 +637,35 @@ def test_with_torch_distributed_checkpoint(
                 assert torch.equal(weights, want)
 
 
+def several_models(rank: Rank, folder: str, other: nn.Module | None) -> Any:
+    """Only one model has sums of squares. `other` may have parameters of the same names."""
+    parts = oktopk.checkpoint.DistributedCheckpoint
+    where = {"checkpoint_id": folder, "process_group": rank.group}
+    models = [attached(rank, OKTOPK), attached(rank, OKTOPK, other)]
+    optimizer = oktopk.AdamW(models[0][0].parameters(), refresh_interval=2)
+    run(rank, models[0][0], optimizer, range(6))
+    run(rank, models[1][0], sgd(models[1][0]), range(6))
+    handles = [handle for _, handle in models]
+    assert [bool(handle.state_dict()["squares"]) for handle in handles] == [True, False]
+    dcp.save({str(i): parts(h) for i, h in enumerate(handles)}, **where)  # type: ignore[attr-defined]
+    again = [attached(rank, OKTOPK)[1], attached(rank, OKTOPK, other)[1]]
+    content = {str(i): parts(handle, folder) for i, handle in enumerate(again)}
+    dcp.load(content, **where)  # type: ignore[attr-defined]
+    for handle, want in zip(again, handles, strict=True):
+        for part in ("residual", "squares"):
+            found, saved = handle.state_dict()[part], want.state_dict()[part]
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def test_several_models_in_one_distributed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    small = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 10))
+    ranks.run(2, several_models, str(tmp_path / "two"), small)
+    for _, error in ranks.outcomes(2, several_models, str(tmp_path / "alike"), net(seed=3)):
+        assert error is not None
+        assert "holds 2 compression states that differ" in error
+
+
 def with_extremes(rank: Rank, folder: str) -> None:
     """Numbers that are legal in a run must be legal in its checkpoints."""
     algorithm = oktopk.OkTopkVariable(

@@ -477,6 +477,21 @@ def test_the_plain_pair_does_the_same(ranks: Ranks) -> None:
             assert torch.equal(expected, weights), when
 
 
+def closed_before_it_begins(rank: Rank) -> None:
+    ddp = DDP(net(), process_group=rank.group)
+    state, hook = oktopk.comm_hook(ddp, OKTOPK, group=rank.own_group, **SMALL)
+    ddp.register_comm_hook(state, hook)
+    state.close()
+    state.close()
+    for use in (state.start, state.detach, loss_of(ddp, 0, rank.rank).backward):
+        with pytest.raises(RuntimeError, match="this compression was closed"):
+            use()
+
+
+def test_a_pair_can_be_closed_before_it_begins(ranks: Ranks) -> None:
+    ranks.run(2, closed_before_it_begins)
+
+
 def ignored(rank: Rank, when: str) -> tuple[list[str], Tensor]:
     """Names of what is averaged, where DDP is to ignore two layers, and a gradient of one."""
     model = net()

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import oktopk
 from ranks import Rank, Ranks
@@ -77,6 +79,34 @@ def test_shards_are_averaged_and_saved_by_their_own_ranks(ranks: Ranks, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
 
 
+def of_shards_in_one(rank: Rank, folder: str) -> dict[str, Any]:
+    """The same with torch.distributed.checkpoint, which all ranks write together."""
+    parts = oktopk.checkpoint.DistributedCheckpoint
+    reducer = sharded(rank)
+    for step in range(4):
+        reduce(reducer, rank, step)
+    where = {"checkpoint_id": folder, "process_group": rank.group}
+    dcp.save({"compression": parts(reducer)}, **where)  # type: ignore[attr-defined]
+    residual: dict[str, Any] = reducer.state_dict()["residual"]
+    again = sharded(rank)
+    dcp.load({"compression": parts(again, folder)}, **where)  # type: ignore[attr-defined]
+    for step in range(4, 7):
+        expected, now = reduce(reducer, rank, step), reduce(again, rank, step)
+        assert all(torch.equal(now[name], expected[name]) for name in expected)
+    for one in (reducer, again):
+        one.close()
+    return residual
+
+
+def test_shards_share_one_distributed_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    residuals = ranks.run(4, of_shards_in_one, str(tmp_path))
+    metadata = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    for rank, residual in enumerate(residuals):
+        key = f"compression.oktopk-{rank // 2}-of-2-rank-{rank % 2}.residual"
+        saved = {name for name in metadata if name.startswith(key)}
+        assert saved == {f"{key}.{name}" for name in residual}
+
+
 def test_sums_of_shards_are_conserved(ranks: Ranks) -> None:
     balances = ranks.run(4, conserved)
     for first, second in HALVES:
@@ -126,9 +156,59 @@ def test_a_gradient_of_another_size_is_refused() -> None:
     for numel in (1199, 1201):
         reducer = oktopk.AllReducer([("w", torch.zeros(30, 40))], OKTOPK, options=OPTIONS)
         reducer.submit({"w": torch.ones(numel)}, torch.empty(0), last=True)
-        with pytest.raises(ValueError, match=f"w has {numel} elements, but w has 1200"):
+        with pytest.raises(
+            ValueError, match=rf"\({numel},\), but must be flat, with 1200 elements"
+        ):
             reducer.wait()
         reducer.close()
+
+
+def test_a_gradient_must_be_flat() -> None:
+    reducer = oktopk.AllReducer([("w", torch.zeros(30, 40))], OKTOPK, options=OPTIONS)
+    reducer.submit({"w": torch.ones(30, 40)}, torch.empty(0), last=True)
+    with pytest.raises(ValueError, match=r"w has the shape \(30, 40\), but must be flat"):
+        reducer.wait()
+    reducer.close()
+
+
+def test_names_must_be_unique() -> None:
+    tensors = [("w", torch.zeros(30, 40)), ("v", torch.zeros(9)), ("w", torch.zeros(5))]
+    with pytest.raises(ValueError, match="2 tensors have the name w"):
+        oktopk.AllReducer(tensors, OKTOPK, options=OPTIONS)
+
+
+def one_by_one(rank: Rank, mistaken: tuple[int, ...], forget: bool) -> list[Tensor]:
+    """Averages of several steps. Some ranks submit a tensor twice, after its bucket is reduced."""
+    tensors = {"first": torch.empty(30, 40), "last": torch.empty(40, 50)}
+    options = oktopk.Options(dense_below=64, bucket_mb=0.001)
+    reducer = oktopk.AllReducer(tensors.items(), OKTOPK, rank.own_group, options)
+    assert len(reducer.buckets) == 2
+    results = []
+    for step in range(4):
+        random = torch.Generator().manual_seed(100 * step + rank.rank)
+        last, first = (torch.randn(numel, generator=random) for numel in (2000, 1200))
+        if rank.rank in mistaken:
+            reducer.submit({"last": last.clone()}, torch.empty(0), last=False)
+            again = {"last": torch.full((2000,), 1e6), "first": torch.full((1200,), 1e6)}
+            with pytest.raises(ValueError, match="last was submitted before in this step"):
+                reducer.submit(again, torch.empty(0), last=True)
+            if forget:
+                reducer.forget()
+        if rank.rank not in mistaken or forget:
+            reducer.submit({"last": last}, torch.empty(0), last=False)
+        reducer.submit({"first": first}, torch.empty(0), last=True)
+        reducer.wait()
+        results += [first]
+    results += reducer.state_dict()["residual"].values()
+    reducer.close()
+    return results
+
+
+def test_a_tensor_that_comes_twice_is_refused_and_nothing_is_lost(ranks: Ranks) -> None:
+    expected = ranks.run(2, one_by_one, (), False)
+    for mistaken, forget in (((0, 1), False), ((1,), False), ((0, 1), True)):
+        for found, want in zip(ranks.run(2, one_by_one, mistaken, forget), expected, strict=True):
+            assert all(map(torch.equal, found, want))
 
 
 def test_a_dropped_reducer_is_freed_at_once() -> None:

@@ -346,6 +346,25 @@ def test_a_model_can_be_wrapped_again(ranks: Ranks) -> None:
     assert ranks.run(2, rewrapped) == [[3]] * 2
 
 
+def wrapped_twice(rank: Rank) -> None:
+    model = net()
+    first = wrap(rank, model)
+    with pytest.raises(ValueError, match=r"averages the gradients of 0.weight, .* close\(\) it"):
+        wrap(rank, model)
+    run(rank, model, first, range(2))
+    torch.optim.lr_scheduler.StepLR(first, 1)  # makes a cycle: only the garbage collector ends it
+    del first
+    run(rank, model, wrap(rank, model), range(2, 4))
+    ddp, handle = attached(rank, OKTOPK)
+    with pytest.raises(ValueError, match="would be averaged twice"):
+        wrap(rank, ddp)
+    handle.close()
+
+
+def test_a_model_is_wrapped_once(ranks: Ranks) -> None:
+    ranks.run(2, wrapped_twice)
+
+
 def test_tied_parameters_count_once() -> None:
     model = net()
     named = list(model.named_parameters())

@@ -458,6 +458,42 @@ def test_a_step_that_is_skipped_in_a_closure(ranks: Ranks, how: str) -> None:
     )
 
 
+def first_steps_with_closures(rank: Rank, how: str, earlier: bool) -> list[str]:
+    """What is logged. The optimizer's first step begins before the first backward."""
+    model = net()
+    optimizer = sgd(model)
+    if earlier:
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+    ddp = DDP(model, process_group=rank.group)
+    pair = oktopk.comm_hook if how == "comm_hook" else oktopk.attach
+    found = pair(ddp, OKTOPK, group=rank.own_group, **SMALL)
+    if isinstance(found, tuple):
+        ddp.register_comm_hook(*found)
+    with Records() as messages:
+        for step in range(3):
+
+            def closure(step: int = step) -> None:
+                optimizer.zero_grad()
+                loss_of(ddp, step, rank.rank).backward()
+
+            optimizer.step(closure)
+    return messages
+
+
+@pytest.mark.parametrize("how", ["attach", "comm_hook"])
+def test_a_new_optimizer_that_steps_with_a_closure_has_not_stepped_before(
+    ranks: Ranks, how: str
+) -> None:
+    assert ranks.run(2, first_steps_with_closures, how, False) == [[], []]
+
+
+def test_an_optimizer_that_steps_with_a_closure_may_have_stepped_before(ranks: Ranks) -> None:
+    [line], nothing = ranks.run(2, first_steps_with_closures, "attach", True)
+    assert "the optimizer has taken steps before" in line
+    assert nothing == []
+
+
 def test_the_error_of_a_nan_names_the_scaler(ranks: Ranks) -> None:
     for _, error in ranks.outcomes(2, overflow):
         assert error is not None

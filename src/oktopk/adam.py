@@ -396,8 +396,6 @@ class AdamW(_SparseAdam, torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, refresh_interval, **options)
 
 
-_known: weakref.WeakSet[AllReducer] = weakref.WeakSet()
-"""Reducers with which an optimizer has stepped."""
 _advised: weakref.WeakSet[AllReducer] = weakref.WeakSet()
 """Reducers with whose sparse averages torch's Adam has stepped."""
 
@@ -408,8 +406,7 @@ def advise(optimizer: Optimizer, reducer: AllReducer) -> None:
     They are torch's Adam or AdamW with sparse averages, and an optimizer that goes on with training
     although compression begins anew.
     """
-    if reducer not in _known:
-        _known.add(reducer)
+    if not reducer.usage.optimized:
         _look_for_earlier_steps(optimizer, reducer)
     plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     if not reducer.sparse or not plain or isinstance(optimizer, _SparseAdam):

@@ -292,7 +292,7 @@ class DistributedCheckpoint:
         self._ranks = self._reducer.size
         self._squared: set[str] | None = None
         if checkpoint_id is not None:
-            self._ranks, self._squared = _saved_parts(checkpoint_id, self._reducer.shard)
+            self._ranks, self._squared = _saved_parts(checkpoint_id, self._reducer)
 
     def state_dict(self) -> dict[str, Any]:
         """To save: this rank's state. To load: room for the states that it takes over."""
@@ -368,17 +368,33 @@ def _lacks_squares(state: Mapping[str, Any]) -> bool:
     return bool(counted) and not state["squares"]
 
 
-def _saved_parts(checkpoint_id: str | os.PathLike[str], shard: str) -> tuple[int, set[str]]:
-    """How many ranks saved a checkpoint, and the parameters that have sums of squares in it."""
+def _saved_parts(
+    checkpoint_id: str | os.PathLike[str], reducer: AllReducer
+) -> tuple[int, set[str]]:
+    """How many ranks saved a reducer's state, and the parameters that have sums of squares in it.
+
+    A checkpoint may hold several states, under keys that are not known here. Names and shapes of
+    the parameters tell which one is meant.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    names = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-    prefix = re.escape(_key(0, shard)[:-1])
-    found = {match[1] for name in names if (match := re.search(rf"{prefix}(\d+)\.", name))}
-    if not found:
+    metadata = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+    pattern = re.compile(rf"(.*?){re.escape(_key(0, reducer.shard)[:-1])}(\d+)\.(\w+)\.?(.*)")
+    states: dict[str, dict[str, dict[str, Any]]] = {}
+    for match in filter(None, map(pattern.fullmatch, metadata)):
+        state, rank, part, name = match.groups()
+        saved = states.setdefault(state, {"rest": {}, "residual": {}, "squares": {}})
+        saved.setdefault(part, {})[name or rank] = getattr(metadata[match[0]], "size", None)
+    if not states:
         raise ValueError(f"{checkpoint_id} holds no compression state: was it saved with one?")
-    squares = (re.search(rf"{prefix}\d+\.squares\.(.+)", name) for name in names)
-    return len(found), {match[1] for match in squares if match}
+    fits = [saved for saved in states.values() if saved["residual"] == reducer.shapes]
+    found = [(len(saved["rest"]), set(saved["squares"])) for saved in fits or states.values()]
+    if any(other != found[0] for other in found):
+        raise ValueError(
+            f"{checkpoint_id} holds {len(found)} compression states that differ, and all may be of "
+            "this model: save each model to a folder of its own"
+        )
+    return found[0]
 
 
 def _reducer(handle: Handle | AllReducer) -> AllReducer:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .adam import advise
 from .algorithms import Algorithm
 from .core.buckets import Options
-from .core.reducer import AllReducer, log
+from .core.reducer import CLOSED, AllReducer, log
 from .core.transport import NonFiniteGradientError
 from .core.watch import clear_skipped, watch
 from .core.worker import raised_by_all
@@ -63,6 +63,7 @@ class Compression(Handle):
         self._reducer: AllReducer | None = None
         self._frozen: list[tuple[str, Tensor]] = []
         self._end_watch: Callable[[], None] | None = None
+        self._closed = False
 
     @property
     def reducer(self) -> AllReducer:
@@ -74,6 +75,8 @@ class Compression(Handle):
         return self._reducer
 
     def start(self) -> AllReducer:
+        if self._closed:
+            raise RuntimeError(CLOSED)
         if self._reducer is None:
             named = self._parameters.items()
             self._frozen = [(name, p) for name, p in named if not p.requires_grad]
@@ -81,9 +84,18 @@ class Compression(Handle):
         return self._reducer
 
     def close(self) -> None:
+        self._closed = True
         if self._end_watch is not None:
             self._end_watch()
-        super().close()
+        if self._reducer is not None:
+            self._reducer.close()
+
+    def _watch(self) -> None:
+        """Let optimizers find the reducer, unless they can. Only when DDP has the hook."""
+        if self._end_watch is None:
+            names = (name for bucket in self.reducer.buckets for name in bucket)
+            parameters = {name: self._parameters[name] for name in names}
+            self._end_watch = watch(self.reducer, parameters, advise)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and thresholds: tensors and plain values.
@@ -117,11 +129,7 @@ class Compression(Handle):
         has_data = in_backward if self._counts_data() else None
         future = reducer.submit(gradients, buffer, bucket.is_last(), has_data=has_data)
         self._open = None if bucket.is_last() else buffer[:0]
-        if self._end_watch is None:  # not before DDP has accepted the hook
-            names = (name for bucket in reducer.buckets for name in bucket)
-            self._end_watch = watch(
-                reducer, {name: self._parameters[name] for name in names}, advise
-            )
+        self._watch()
         if in_backward and (bucket.is_last() or self._leaves_out):
             # Not earlier: with `checkpoint(..., use_reentrant=True)` an earlier bucket may come in
             # a backward inside the backward, and its end is not that of the step. But where DDP
@@ -253,6 +261,7 @@ def attach(
     try:
         with raised_by_all(ddp.process_group, ddp.device):
             _register(ddp, handle)
+        handle._watch()  # now: the first optimizer's step may come before backward, with a closure
     except Exception:
         handle.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from .algorithms import Algorithm
 from .core.buckets import Options
 from .core.reducer import AllReducer, log
 from .core.transport import NonFiniteGradientError, Operation
+from .core.usage import reducer_of
 from .core.watch import clear_skipped, discard_if_cleared, watch
 from .core.worker import raised_by_all
 from .handle import Handle
@@ -43,6 +45,8 @@ class DistributedOptimizer(Handle, Optimizer):
     A parameter without a gradient on this rank counts as zero; without one on any rank it keeps
     `grad=None`, on all ranks. Ranks must call backward equally often; one that has no batch left
     just calls `step()`, or `synchronize()`.
+
+    A model is wrapped once: `close()` an earlier wrapper before you wrap it again.
 
     Args:
         optimizer: any torch optimizer.
@@ -74,6 +78,7 @@ class DistributedOptimizer(Handle, Optimizer):
             self._all = dict(named_parameters)
             self._frozen = [p for _, p in named_parameters if not p.requires_grad]
             self._parameters = _trained(optimizer, named_parameters)
+            _refuse_second(self._parameters)
             settings = Options.of(norm_clip=norm_clip, **options)
             if settings.momentum and any(g.get("momentum") for g in optimizer.param_groups):
                 raise ValueError(
@@ -321,6 +326,17 @@ def _trained(
             "named_parameters() of the whole model"
         )
     return {name: p for name, p in by_name.items() if id(p) in held}
+
+
+def _refuse_second(parameters: Mapping[str, nn.Parameter]) -> None:
+    if any(map(reducer_of, parameters.values())):
+        gc.collect()  # one that nobody holds may wait for this
+    taken = [name for name, p in parameters.items() if reducer_of(p) is not None]
+    if taken:
+        raise ValueError(
+            f"another handle averages the gradients of {', '.join(taken[:5])} already, so they "
+            "would be averaged twice: close() it first"
+        )
 
 
 def _flat(name: str, parameter: nn.Parameter, stride: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -171,6 +172,9 @@ def problem_of(slots: Sequence[Slot]) -> str | None:
     """Why these tensors cannot be reduced, and what to do."""
     if not slots:
         return "there is no parameter to train: all of them have requires_grad=False"
+    [(name, count)] = Counter(slot.name for slot in slots).most_common(1)
+    if count > 1:
+        return f"{count} tensors have the name {name}, but names must be unique"
     for slot in slots:
         if slot.dtype.is_complex:
             return (

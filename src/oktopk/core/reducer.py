@@ -51,6 +51,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 log = logging.getLogger("oktopk")
 
+CLOSED = "this compression was closed; attach or wrap anew"
 _LATE_STEP = 60.0
 """Seconds after which a rank logs that it waits for others in a step. They may load data or compile
 for a while."""
@@ -107,6 +108,8 @@ class AllReducer:
         self.events = Events()
         self.usage = Usage()
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._submitted: set[str] = set()
+        """Tensors that have come in the step that is under way."""
         self._error: BaseException | None = None
         self._broken = self.closed = False
         self.resumed = False
@@ -239,6 +242,11 @@ class AllReducer:
         """The parameters of each bucket, in the order in which backward should deliver them."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each tensor, by name."""
+        return {slot.name: slot.size for slot in self._slots}
+
     def submit(
         self,
         gradients: Mapping[str, Tensor],
@@ -253,7 +261,8 @@ class AllReducer:
             gradients: flat tensors by parameter name, replaced by their averages.
             result: the value of the future, for example the memory that they are parts of; on the
                 same device.
-            last: whether this completes the step. Every parameter comes once in a step.
+            last: whether this completes the step. Every parameter comes once in a step; a second
+                time is a ValueError, and changes nothing.
             absent: parameters that have no gradient on this rank, and come as zeros. None: those
                 that are all zeros. Only looked at with `may_be_unused`.
             has_data: whether this rank's gradients come from data, for an average over the ranks
@@ -265,6 +274,7 @@ class AllReducer:
         self._check_open()
         if self._error is not None:
             self.wait()
+        self._refuse_second(gradients)
         on_gpu = self._stream is not None
         future: torch.futures.Future[Tensor] = (
             torch.futures.Future(devices=[result.device]) if on_gpu else torch.futures.Future()
@@ -276,7 +286,18 @@ class AllReducer:
                 self._transaction.bucket_of[name].ready = now
         arrival = gradients, result, last, absent, has_data, future, ready
         self._worker.submit(lambda: self._arrive(*arrival))
+        self._submitted.update(gradients)
+        if last:
+            self._submitted.clear()
         return future
+
+    def _refuse_second(self, gradients: Mapping[str, Tensor]) -> None:
+        twice = self._submitted & gradients.keys()
+        if twice:
+            raise ValueError(
+                f"{min(twice)} was submitted before in this step, but each tensor comes once: "
+                "submit the others, or drop the step with forget(). Nothing of this call was taken"
+            )
 
     def close(self) -> None:
         """Take no more gradients, and let go of buffers. Waits for nobody."""
@@ -293,11 +314,12 @@ class AllReducer:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RuntimeError("this compression was closed; attach or wrap anew")
+            raise RuntimeError(CLOSED)
 
     def forget(self) -> None:
         """Drop the submitted gradients of a step that will not be completed."""
         self._run(self._clear)
+        self._submitted.clear()
 
     def discard(self) -> bool:
         """Take back the last step, exactly; see `Handle.discard`. False if there is none."""

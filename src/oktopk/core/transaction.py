@@ -123,10 +123,10 @@ class Transaction:
                     f"a gradient came for {name}, which could not be trained when compression was "
                     "attached: attach it after setting requires_grad"
                 )
-            if gradient.numel() != self._numel[name]:
+            if gradient.shape != (self._numel[name],):
                 raise ValueError(
-                    f"the gradient of {name} has {gradient.numel()} elements, but {name} has "
-                    f"{self._numel[name]}"
+                    f"the gradient of {name} has the shape {tuple(gradient.shape)}, but must be "
+                    f"flat, with {self._numel[name]} elements"
                 )
             bucket = self.bucket_of[name]
             bucket.gradients[name] = gradient

@@ -119,7 +119,8 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
     for reducer in _reducers(optimizer):
-        reducer.usage.stepping, reducer.usage.stepped = False, True
+        reducer.usage.stepping = False
+        reducer.usage.optimized = reducer.usage.stepped = True
 
 
 def _reducers(optimizer: Optimizer) -> list[AllReducer]:
