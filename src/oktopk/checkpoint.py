@@ -8,7 +8,8 @@ A checkpoint is a folder on a file system that all ranks share:
         shared.pt             what does not: model, optimizer, counters
 
 Where several groups of ranks hold a shard of the model each, each group's checkpoint is in a folder
-of its own inside, named by the shard.
+of its own inside, named by the shard. Each of them is atomic, but not all together: a crash may
+leave shards of different steps. So compare the `step` that `load` returns over all shards.
 
 All data are written, and are safely on disk, before the manifest is replaced in one atomic
 operation. A crash at any moment leaves the old checkpoint or the new one. Data that no manifest

@@ -1,9 +1,10 @@
 """AllReducer: named tensors of this rank in, their averages over ranks out, while backward goes on.
 
 This module is the contract with front ends, and schedules their work on the communication thread.
-Its parts do the rest: `Transaction` reduces all buckets of a step and commits them together,
-`events` reports steps, `peers` has the operations that ranks do together between steps, `moments`
-serves optimizers, `usage` records whether they have used the averages.
+Its parts do the rest: `Inbox` takes gradients on that thread and keeps errors, `Transaction`
+reduces all buckets of a step and commits them together, `events` reports steps, `peers` has the
+operations that ranks do together between steps, `moments` serves optimizers, `usage` records
+whether they have used the averages.
 
 Tensors are reduced in buckets of our own, fixed when training starts, in the order in which
 backward produces gradients. So the state of a bucket always belongs to the same tensors, and
@@ -27,23 +28,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algorithms import Algorithm, Dense
-from . import moments, state
+from . import state
 from .buckets import Bucket, Options, Slot, cut, problem_of, slots_of, summarize
 from .events import Events
+from .inbox import Inbox
 from .moments import SecondMoments
 from .peers import Peers
 from .reduction import Reduction, prepare
 from .stats import Summary
-from .transaction import Transaction
-from .transport import (
-    NonFiniteGradientError,
-    Operation,
-    PeerError,
-    Transport,
-    device_of,
-    in_words,
-    point_of,
-)
+from .transaction import Arrival, Transaction
+from .transport import Operation, PeerError, Transport, device_of, in_words, point_of
 from .usage import Usage
 from .worker import worker
 
@@ -107,11 +101,9 @@ class AllReducer:
         self._device = device_of(self._worker.group)
         self.events = Events()
         self.usage = Usage()
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._submitted: set[str] = set()
         """Tensors that have come in the step that is under way."""
-        self._error: BaseException | None = None
-        self._broken = self.closed = False
+        self.closed = False
         self.resumed = False
         """Whether a state was loaded."""
         if not self._problem():  # now, while no rank waits for another: it may take long
@@ -121,8 +113,8 @@ class AllReducer:
         self._worker.run(self._build, Operation.BEGIN.value)
         # Weakly: buffers of a reducer that nobody holds are freed at once, not by the next garbage
         # collection.
-        run, guard, fail = _weakly(self._run), _weakly(self._guard), _weakly(self._fail)
-        self.peers = Peers(self._transport, self._name, run, guard, fail)
+        run, guard = _weakly(self._run), _weakly(self._guard)
+        self.peers = Peers(self._transport, self._name, run, guard, self._inbox.fail)
         if second_moments:
             self._transaction.moments = SecondMoments(self._buckets, self._transport, run)
         self.events.set_trainer(trainer)
@@ -146,6 +138,7 @@ class AllReducer:
             **self._unused,
         )
         self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
+        self._inbox = Inbox(self._transaction, self.usage, self._stream)
         if all(bucket.small for bucket in self._buckets):
             log.warning(
                 "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
@@ -186,8 +179,6 @@ class AllReducer:
             self.options.momentum,
         )
         return Bucket(slots, small, reduction, applied=[0] * len(slots))
-
-    # Called by the training thread.
 
     @property
     def rank(self) -> int:
@@ -272,7 +263,7 @@ class AllReducer:
             A future that is done when the step is, also when it failed: `wait` then raises why.
         """
         self._check_open()
-        if self._error is not None:
+        if self._inbox.error is not None:
             self.wait()
         self._refuse_second(gradients)
         on_gpu = self._stream is not None
@@ -284,12 +275,24 @@ class AllReducer:
         for name in gradients:
             if name in self._transaction.bucket_of:
                 self._transaction.bucket_of[name].ready = now
-        arrival = gradients, result, last, absent, has_data, future, ready
-        self._worker.submit(lambda: self._arrive(*arrival))
+        arrival = Arrival(gradients, last, absent, has_data)
+        self._worker.submit(lambda: self._arrive(arrival, result, future, ready))
         self._submitted.update(gradients)
         if last:
             self._submitted.clear()
         return future
+
+    def _arrive(
+        self,
+        arrival: Arrival,
+        result: Tensor,
+        future: torch.futures.Future[Tensor],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        """Called by the communication thread."""
+        since = time.perf_counter()
+        self._inbox.take(arrival, result, future, ready)
+        self.events.busy += time.perf_counter() - since
 
     def _refuse_second(self, gradients: Mapping[str, Tensor]) -> None:
         twice = self._submitted & gradients.keys()
@@ -303,7 +306,7 @@ class AllReducer:
         """Take no more gradients, and let go of buffers. Waits for nobody."""
 
         def let_go() -> None:
-            self._clear()
+            self._inbox.clear()
             self._buckets.clear()
             self._transaction.bucket_of.clear()
             if self.moments is not None:
@@ -318,7 +321,7 @@ class AllReducer:
 
     def forget(self) -> None:
         """Drop the submitted gradients of a step that will not be completed."""
-        self._run(self._clear)
+        self._run(self._inbox.clear)
         self._submitted.clear()
 
     def discard(self) -> bool:
@@ -339,7 +342,7 @@ class AllReducer:
         since = time.perf_counter()
         step = self.step if self._buckets else 0
         doing = in_words(point_of(Operation.STEP, step))
-        error = self._worker.run(self._take_error, doing, _LATE_STEP)
+        error = self._worker.run(self._inbox.take_error, doing, _LATE_STEP)
         self.events.waited += time.perf_counter() - since
         if error is not None:
             raise error
@@ -384,11 +387,8 @@ class AllReducer:
         """
 
         def take() -> dict[str, Any]:
-            taken = state.pack(self._buckets, self._algorithm, self._transport)
-            known = {"moments": moments.NOTHING, "squares": {}}
-            if self.moments is not None:
-                known = {"moments": self.moments.state_dict(), "squares": self.moments.squares()}
-            return taken | known | {"optimized": self.usage.optimized}
+            packed = state.pack(self._buckets, self._algorithm, self._transport, self.moments)
+            return packed | {"optimized": self.usage.optimized}
 
         def rewound() -> dict[str, Any]:
             if not (self._transaction.undecided() and self.discards):
@@ -428,9 +428,9 @@ class AllReducer:
         after_step = self._worker.is_current  # a subscriber, which is told when ranks are done
 
         def check() -> None:
-            if isinstance(self._error, PeerError):
-                raise self._error
-            if self._futures and not after_step:
+            if isinstance(self._inbox.error, PeerError):
+                raise self._inbox.error
+            if self._inbox.open and not after_step:
                 raise RuntimeError(
                     f"{operation.value} in the middle of a step: a backward is under way, or has "
                     "failed half-way on this rank, and others may still be in it. If it failed on "
@@ -439,10 +439,6 @@ class AllReducer:
                 )
 
         return check
-
-    def _fail(self, error: BaseException) -> None:
-        """Communicate no more: nobody knows what the other ranks do after this."""
-        self._error, self._broken = error, True
 
     def _run(self, task: Callable[[], T], what: str = "", patience: float | None = None) -> T:
         """Run a task on the communication thread, after all that came before, and wait for it."""
@@ -459,66 +455,6 @@ class AllReducer:
                 return answer
 
         return self._worker.run(on_stream, what, patience)
-
-    # Called by the communication thread.
-
-    def _arrive(
-        self,
-        gradients: Mapping[str, Tensor],
-        result: Tensor,
-        last: bool,
-        absent: Collection[str] | None,
-        has_data: bool | None,
-        future: torch.futures.Future[Tensor],
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        since = time.perf_counter()
-        self._futures.append((future, result))
-        try:
-            with torch.cuda.stream(self._stream):  # does nothing where there is none
-                if ready is not None:
-                    ready.wait()
-                self._take_or_fail(gradients, last, absent, has_data)
-                if last or self._broken:
-                    self._clear()
-        except BaseException as error:  # of the device, say: nobody may wait for ever
-            self._fail(error)
-            self._end_futures()
-        self.events.busy += time.perf_counter() - since
-
-    def _take_or_fail(
-        self,
-        gradients: Mapping[str, Tensor],
-        last: bool,
-        absent: Collection[str] | None,
-        has_data: bool | None,
-    ) -> None:
-        if not self._broken:
-            try:
-                self._transaction.take(gradients, last, absent, has_data)
-            except NonFiniteGradientError as error:
-                self._error = error
-            except BaseException as error:
-                self._fail(error)
-        if self._error is not None:
-            self._transaction.zero(gradients)
-            # After an exception torch does not say that a step has ended.
-            self.usage.stepping = False
-
-    def _clear(self) -> None:
-        self._transaction.clear()
-        self._end_futures()
-
-    def _end_futures(self) -> None:
-        futures, self._futures = self._futures, []
-        for future, result in futures:
-            future.set_result(result)
-
-    def _take_error(self) -> BaseException | None:
-        error = self._error
-        if not self._broken:
-            self._error = None
-        return error
 
 
 def _weakly(method: Callable[P, T]) -> Callable[P, T]:

@@ -19,7 +19,9 @@ from torch import Tensor
 from ..algorithms import Algorithm
 from . import schema
 from .buckets import Bucket
+from .moments import NOTHING as NO_MOMENTS
 from .moments import SAVED as MOMENTS
+from .moments import SecondMoments
 from .reduction import FLOATS
 from .transport import Transport
 from .upgrade import FORMAT, upgraded
@@ -54,8 +56,13 @@ _STATE = schema.record(
 )
 
 
-def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) -> dict[str, Any]:
-    """The state of one rank, without the second moments."""
+def pack(
+    buckets: Sequence[Bucket],
+    algorithm: Algorithm,
+    transport: Transport,
+    moments: SecondMoments | None,
+) -> dict[str, Any]:
+    """The state of one rank, but for `optimized`."""
     tensors: dict[str, dict[str, Tensor]] = {"residual": {}, "velocity": {}}
     states = []
     for bucket in buckets:
@@ -75,6 +82,8 @@ def pack(buckets: Sequence[Bucket], algorithm: Algorithm, transport: Transport) 
         "algorithm": describe(algorithm),
         "momentum": buckets[0].reduction.momentum,
         "buckets": states,
+        "moments": NO_MOMENTS if moments is None else moments.state_dict(),
+        "squares": {} if moments is None else moments.squares(),
         **tensors,
     }
 

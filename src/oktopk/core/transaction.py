@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ log = logging.getLogger("oktopk")
 
 _LEFT_OUT = 1 << 16
 """Counts a rank on which a tensor was left out, in a sum that counts those that have it."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Gradients that a front end has submitted; see `AllReducer.submit`."""
+
+    gradients: Mapping[str, Tensor]
+    last: bool
+    absent: Collection[str] | None
+    has_data: bool | None
 
 
 class Transaction:
@@ -105,17 +116,11 @@ class Transaction:
             for gradient in parts.values():
                 gradient.zero_()
 
-    def take(
-        self,
-        gradients: Mapping[str, Tensor],
-        last: bool,
-        absent: Collection[str] | None,
-        has_data: bool | None,
-    ) -> None:
-        """Gradients have come; see `AllReducer.submit`. Complete buckets are reduced at once."""
-        self._has_data = has_data
+    def take(self, arrival: Arrival) -> None:
+        """Gradients have come. Complete buckets are reduced at once."""
+        self._has_data, absent = arrival.has_data, arrival.absent
         overlap = self._options.norm_clip is None
-        for name, gradient in gradients.items():
+        for name, gradient in arrival.gradients.items():
             if gradient.numel() == 0:
                 continue
             if name not in self.bucket_of:
@@ -134,7 +139,7 @@ class Transaction:
                 self._used[name] = bool(gradient.any()) if absent is None else name not in absent
             if overlap and bucket.complete and not bucket.small:
                 self._begin(bucket, self._factor())
-        if last:
+        if arrival.last:
             self._finish()
 
     def _factor(self) -> float:
