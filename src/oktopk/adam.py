@@ -5,7 +5,8 @@ average an element is zero for many steps and then a sum over all of them, which
 large gradient: the second moment rises, and the step is too small by about the root of the
 density. Here the second moment does not look at sparse averages. It stays as the dense warm-up left
 it, and slowly follows the squares of the ranks' own gradients. So a step is linear in the
-gradient, and what error feedback sends late moves a parameter as far as if it had come at once.
+gradient, and an entry that error feedback sends late moves a parameter as far as if it had come at
+once.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .kernels import for_device
 
 _REFRESH_INTERVAL = 512
 _SPARSE_BETA1 = 0.5
-"""Momentum of sparse steps. What arrives is the mean of many steps already; to spread it over ten
-more makes it only later."""
+"""Momentum of sparse steps. An entry is the sum of many steps already. To spread it over ten more
+would only delay it."""
 _HORIZON_BETA = 0.999
-"""The second moment follows no faster than a moving average with this factor a step: what divides
-without looking at the gradient must not be noisy."""
+"""The second moment follows no faster than a moving average with this factor a step. It divides
+gradients that it has not seen, so it must not be noisy."""
 _PRIOR_STEPS = 8
 """Dense steps after which a second moment is half its elements' own, half their surroundings'."""
 _LARGEST = 10, 100
