@@ -103,6 +103,7 @@ def test_every_algorithm_and_all_of_its_options_can_be_written() -> None:
         ("oktopk:warmup_steps", "warmup_steps must be a whole number, not ''"),
         ("oktopk:lr=0.1", "lr is an option of training"),
         ("fp16:density=0.1", "there is no option 'density' for fp16; there are: none"),
+        ("oktopk:", "no options follow the colon"),
         ("powersgd:0", "the rank is 0, but must be at least 1"),
         ("powersgd:1,start=1", "start is 1, but must be at least 2"),
     ],

@@ -484,7 +484,7 @@ def test_loopback(capfd: pytest.CaptureFixture[str]) -> None:
         ("--loopback --loss inf -- true", "take 0 or more, below 100"),
         ("--ranks-per-host 0 -- true", "take 1 to 256"),
         ("--loopback --ranks-per-host 1000000 -- true", "take 1 to 256"),
-        ("-- no-such-command", "there is no command no-such-command"),
+        ("-- no-such-command", "'no-such-command' is not a command that can be run"),
     ],
 )
 def test_mistakes(arguments: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -111,11 +111,13 @@ def parse(spec: str, *, training: bool) -> Contender:
     Args:
         training: accept options of training, too.
     """
-    name, _, rest = spec.partition(":")
+    name, colon, rest = spec.partition(":")
     name = name.lower()
     if name not in known():
         close = did_you_mean(name, known()) or f"; the known ones are {', '.join(known())}"
         raise UserError(f"unknown contender {name!r}{close}")
+    if colon and not rest:
+        raise UserError(f"{spec}: no options follow the colon: add some, or leave it out")
     contender = Contender(spec, name, *_options(spec, name, rest, training))
     try:
         if contender.name == "powersgd":

@@ -87,7 +87,8 @@ def run(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     """Run it; the exit code is that of the rank that failed first, or 0."""
     if not shutil.which(command[0]):
         raise UserError(
-            f"there is no command {command[0]}: give its path, or activate its environment"
+            f"{command[0]!r} is not a command that can be run: give its path, or activate its "
+            "environment"
         )
     if not 1 <= parsed.ranks_per_host <= _MOST_RANKS:
         raise UserError(f"--ranks-per-host is {parsed.ranks_per_host}: take 1 to {_MOST_RANKS}")
