@@ -40,6 +40,7 @@ _LOOPS = {
     name: _jit(loop)
     for module in (selection, codes, optimizer)
     for name, loop in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")  # a part of other loops
 }
 _Key = tuple[torch.dtype | None, torch.dtype]
 """Types of values (None: loops of messages) and of indexes."""

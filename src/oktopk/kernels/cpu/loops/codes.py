@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import uintp
-from numba.extending import register_jitable
+from numba import extending, uintp
 
 from ...layout import (
     BITMAP,
@@ -14,14 +13,14 @@ from ...layout import (
     GAPS8,
     GAPS16,
     HEAD_WORDS,
-    padded,
 )
+from ...layout import padded as _plain_padded
 from ...numbers import LARGEST, MIX, MOST_SHIFT, QUANTUM
 
-_padded = register_jitable(padded)
+_padded = extending.register_jitable(_plain_padded)
 
 
-@register_jitable
+@extending.register_jitable
 def count_gaps(indices, low):  # type: ignore[no-untyped-def]
     before, short, long = np.int64(low - 1), np.int64(0), np.int64(0)
     for j in range(indices.size):
@@ -33,7 +32,7 @@ def count_gaps(indices, low):  # type: ignore[no-untyped-def]
     return short + indices.size, long + indices.size
 
 
-@register_jitable
+@extending.register_jitable
 def pack_gaps(indices, low, out):  # type: ignore[no-untyped-def]
     most = np.int64(2 ** (8 * out.itemsize) - 1)
     before, at = np.int64(low - 1), 0
@@ -48,7 +47,7 @@ def pack_gaps(indices, low, out):  # type: ignore[no-untyped-def]
         before = np.int64(indices[j])
 
 
-@register_jitable
+@extending.register_jitable
 def unpack_gaps(stream, low, high, out):  # type: ignore[no-untyped-def]
     most = np.int64(2 ** (8 * stream.itemsize) - 1)
     at, count = np.int64(low - 1), uintp(0)
@@ -61,7 +60,7 @@ def unpack_gaps(stream, low, high, out):  # type: ignore[no-untyped-def]
     return count if at < high else uintp(0)
 
 
-@register_jitable
+@extending.register_jitable
 def pack_bits(indices, low, out):  # type: ignore[no-untyped-def]
     out[:] = 0
     for j in range(indices.size):
@@ -69,7 +68,7 @@ def pack_bits(indices, low, out):  # type: ignore[no-untyped-def]
         out[place >> uintp(3)] |= np.uint8(1 << (place & uintp(7)))
 
 
-@register_jitable
+@extending.register_jitable
 def unpack_bits(bits, low, high, out):  # type: ignore[no-untyped-def]
     beyond = low + 8 * bits.size - high
     if beyond >= 8 or (beyond > 0 and bits[-1] >> (8 - beyond)):
@@ -84,7 +83,7 @@ def unpack_bits(bits, low, high, out):  # type: ignore[no-untyped-def]
     return count
 
 
-@register_jitable
+@extending.register_jitable
 def quantise(bits, codes, scales):  # type: ignore[no-untyped-def]
     magnitude = np.uint32(0x7FFFFFFF)
     for block in range(scales.size):
@@ -106,7 +105,7 @@ def quantise(bits, codes, scales):  # type: ignore[no-untyped-def]
         scales[block] = np.uint32(low | shift)
 
 
-@register_jitable
+@extending.register_jitable
 def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
     for block in range(scales.size):
         start = uintp(block * QUANTUM)
@@ -120,7 +119,7 @@ def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
             bits[j] = np.uint32(value | ((code & np.uint32(0x80)) << np.uint32(24)))
 
 
-@register_jitable
+@extending.register_jitable
 def checksum(words):  # type: ignore[no-untyped-def]
     total, half, size = np.uint64(0), np.uint64(32), words.size
     for low, high in ((0, min(3, size)), (min(4, size), size)):
@@ -182,7 +181,7 @@ def pack(indices, values, ends, own, sizes, added, what, raw, words, sent):  # t
     return -1
 
 
-@register_jitable
+@extending.register_jitable
 def _shortest(indices, first):  # type: ignore[no-untyped-def]
     """The code of positions that takes the fewest bytes, and how many."""
     count = indices.size
@@ -198,7 +197,7 @@ def _shortest(indices, first):  # type: ignore[no-untyped-def]
     return code, room
 
 
-@register_jitable
+@extending.register_jitable
 def _places(count, added, room):  # type: ignore[no-untyped-def]
     """Where in a message the scales and the positions begin, and where it ends."""
     scales = 8 * (HEAD_WORDS + added) + _padded(count)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import uintp
-from numba.extending import register_jitable
+from numba import extending, uintp
 
 from ...numbers import LEADING_BITS
 from ..vectors import LANES, lowest_bit, reaching, stream
@@ -151,7 +150,7 @@ def keep_largest(indices, values, bits, mask, shift, k, wanted, kept_indices, ke
     return count, limit, digit, above, counts[digit] if digit >= 0 else 0
 
 
-@register_jitable
+@extending.register_jitable
 def _from_top(counts, rank):  # type: ignore[no-untyped-def]
     """The bin that a rank is in, counted from the largest, and how many are above it; -1: none."""
     above = 0
