@@ -261,7 +261,7 @@ def test_messages_for_several_ranks_are_those_for_each(format: str, data: st.Dat
     numel = data.draw(st.sampled_from([1, 9, 300, 70_000]))
     mine = entries(numel, data.draw(st.sampled_from([0.0, 0.0001, 0.02, 0.3, 1.0])), dtype)
     mine = Entries(mine.indices.to(index_dtype), mine.values)
-    ends = sorted(data.draw(st.lists(st.integers(0, len(mine)), min_size=1, max_size=4)))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(mine)), min_size=2, max_size=4)))
     ends[-1], own = len(mine), data.draw(st.integers(-1, len(ends) - 1))
     added = data.draw(st.lists(st.integers(-(2**62), 2**62), max_size=2))
     parts = [mine[start:end] for start, end in itertools.pairwise([0, *ends])]
