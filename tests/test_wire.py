@@ -208,6 +208,8 @@ def test_no_message_breaks_the_contract(format: str, data: st.DataObject) -> Non
                 outcomes.append(None)
     fast, slow = outcomes
     assert (fast is None) == (slow is None)
+    among_others = surrounded(code, message, low, low + span, added)
+    assert among_others is None or (fast is not None and same(among_others[0], fast[0]))
     if fast is not None and slow is not None:
         (read, numbers), (again, _) = fast, slow
         indices = read.indices.tolist()
@@ -219,6 +221,69 @@ def test_no_message_breaks_the_contract(format: str, data: st.DataObject) -> Non
         assert torch.equal(read.indices, again.indices)
         width = {4: torch.int32, 8: torch.int64}[read.values.itemsize]
         assert torch.equal(read.values.view(width), again.values.view(width))
+
+
+def same(a: Entries, b: Entries) -> bool:
+    """Bitwise."""
+    pairs = [(a.indices, b.indices), (a.values, b.values)]
+    return all(x.numpy().tobytes() == y.numpy().tobytes() for x, y in pairs)
+
+
+def surrounded(
+    code: Wire, message: Tensor, low: int, high: int, added: int
+) -> tuple[Entries, list[int]] | None:
+    """What is read of a message that arrives with others; None if something is wrong with it."""
+    few = Entries(
+        torch.tensor([low], dtype=code.index_dtype), torch.ones(1, dtype=code.value_dtype)
+    )
+    other, sent = code.encode(few, [5] * added)
+    sizes = [other.numel(), message.numel(), 0, other.numel()]
+    bounds = [(low, max(high, low + 1))] * 4
+    bounds[1] = (low, high)
+    read = code.decode_all(torch.cat([other, message, other]), sizes, bounds, 2, few, added)
+    if read is None:
+        return None
+    found, ends, numbers = read
+    assert [*ends[:1], *(ends[3] - end for end in ends[1:])] == [1, 2, 1, 0]
+    for part, values in ((0, sent), (2, few.values), (3, sent)):
+        assert same(found[ends[part] - 1 : ends[part]], Entries(few.indices, values))
+    assert numbers[0] == numbers[3] == [5] * added
+    return found[1 : ends[1]], numbers[1]
+
+
+@pytest.mark.parametrize("format", ALL_FORMATS)
+@given(data=st.data())
+def test_messages_for_several_ranks_are_those_for_each(format: str, data: st.DataObject) -> None:
+    """The same bytes as one after the other, and the same entries."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    index_dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    code = Wire(format, index_dtype, dtype)
+    numel = data.draw(st.sampled_from([1, 9, 300, 70_000]))
+    mine = entries(numel, data.draw(st.sampled_from([0.0, 0.0001, 0.02, 0.3, 1.0])), dtype)
+    mine = Entries(mine.indices.to(index_dtype), mine.values)
+    ends = sorted(data.draw(st.lists(st.integers(0, len(mine)), min_size=2, max_size=4)))
+    ends[-1], own = len(mine), data.draw(st.integers(-1, len(ends) - 1))
+    added = data.draw(st.lists(st.integers(-(2**62), 2**62), max_size=2))
+    parts = [mine[start:end] for start, end in itertools.pairwise([0, *ends])]
+    spare = 8 * data.draw(st.integers(0, 3))
+    sizes = [code.room(len(part), numel, len(added)) + spare for part in parts]
+    alone = [code.encode(part, added, size) for part, size in zip(parts, sizes, strict=True)]
+    if own >= 0:
+        sizes[own], alone[own] = 0, (torch.empty(0, dtype=torch.uint8), parts[own].values)
+    messages, sent = code.encode_all(mine, ends, own, added, sizes)
+    assert torch.equal(messages, torch.cat([message for message, _ in alone]))
+    assert torch.equal(sent, torch.cat([values for _, values in alone]))
+    rank = max(own, 0)
+    sizes[rank], alone[rank] = 0, (messages[:0], parts[rank].values)
+    messages = torch.cat([message for message, _ in alone])
+    bounds = [(0, numel)] * len(ends)
+    read = code.decode_all(messages, sizes, bounds, rank, parts[rank], len(added))
+    assert (read is not None) == (format == "int8")
+    if read is not None:
+        found, stops, numbers = read
+        assert stops == ends
+        assert same(found, Entries(mine.indices, torch.cat([values for _, values in alone])))
+        assert numbers == [added if j != rank else [0] * len(added) for j in range(len(ends))]
 
 
 CODES = {"plain": 0, "gaps, 8 bits": 1, "gaps, 16 bits": 2, "bitmap": 3, "consecutive": 4}
@@ -276,6 +341,7 @@ def test_positions_that_lie(kind: str, count: int, first: int, positions: list[i
     for kernels in (cpu, reference):
         with using(kernels), pytest.raises(DamagedMessageError):
             code.decode(message, 100, 200)
+    assert surrounded(code, message, 100, 200, 0) is None
 
 
 def test_a_message_of_another_format_or_region_is_noticed() -> None:
@@ -457,8 +523,11 @@ class Lying:
     def patches(self) -> list[tuple[Any, str, Any]]:
         if not isinstance(self.liar.lie, int):
             return [
+                (cpu, "pack", lambda *_: None),  # one message after the other, to lie in one
                 (Wire, "encode", self.encode(Wire.encode)),
                 (Transport, "exchange", self.exchange(Transport.exchange)),
+                (Transport, "all_to_all", self.exchange(Transport.all_to_all)),
+                (Comm, "decode_all", self.leave(Comm.decode_all, "lied")),
                 (Transport, "receive", self.leave(Transport.receive, "lied")),
                 (Comm, "decode", self.leave(Comm.decode, "lied")),
                 (Comm, "trade", self.leave(Comm.trade, "sent")),

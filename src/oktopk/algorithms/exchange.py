@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,34 +20,34 @@ ROUNDS_IN_FLIGHT = 4
 class Region:
     """The entries that all ranks offer of the elements `low` to `high`, summed by one rank."""
 
-    parts: list[Entries]
+    entries: Entries
     """The entries of each rank, in rank order."""
+    ends: list[int]
+    """Where those of each rank end."""
     low: int
     high: int
 
     def select(self, comm: Comm, threshold: float) -> Entries:
         """The sums that reach a threshold, except zeros."""
-        joined = concatenate(self.parts)
-        ends, end = [], 0
-        for part in self.parts:
-            end += len(part)
-            ends.append(end)
         threshold = max(threshold, smallest(comm.wire.value_dtype))
-        sums = comm.kernels.sum_select(
-            joined.indices, joined.values, ends, self.low, self.high, threshold
-        )
-        return Entries(*sums)
+        i, v = self.entries.indices, self.entries.values
+        return Entries(*comm.kernels.sum_select(i, v, self.ends, self.low, self.high, threshold))
 
 
-def cut(local: Entries, boundaries: Sequence[int]) -> list[Entries]:
-    """The entries of each region."""
-    cuts = torch.tensor(boundaries, dtype=local.indices.dtype, device=local.indices.device)
-    ends: list[int] = torch.searchsorted(local.indices, cuts).tolist()
-    return [local[start:end] for start, end in pairwise(ends)]
+def region_of(parts: Sequence[Entries], low: int, high: int) -> Region:
+    """The region to which each rank has offered a part."""
+    return Region(concatenate(parts), list(accumulate(map(len, parts))), low, high)
+
+
+def ends_of(local: Entries, boundaries: Sequence[int]) -> list[int]:
+    """Where the entries of each region end."""
+    stops = torch.tensor(boundaries[1:], dtype=local.indices.dtype, device=local.indices.device)
+    ends: list[int] = torch.searchsorted(local.indices, stops).tolist()
+    return ends
 
 
 def split(comm: Comm, local: Entries, boundaries: Sequence[int]) -> tuple[Entries, Region]:
-    """Send each region's entries to its owner.
+    """Send each region's entries to its owner, after an exchange of sizes.
 
     Words sent: 2k(P-1)/P on average over ranks.
 
@@ -55,54 +55,19 @@ def split(comm: Comm, local: Entries, boundaries: Sequence[int]) -> tuple[Entrie
         The entries that this rank offered, with the values that the owners read.
         This rank's region.
     """
+    rank, low, high = comm.rank, boundaries[comm.rank], boundaries[comm.rank + 1]
     with comm.time("exchange"):
-        parts = cut(local, boundaries)
-        messages, sent = encode_parts(comm, parts)
+        parts = [local[start:end] for start, end in pairwise([0, *ends_of(local, boundaries)])]
+        messages = [torch.empty(0, dtype=torch.uint8, device=comm.device)] * comm.size
+        sent = [part.values for part in parts]
+        for target, part in enumerate(parts):
+            if target != rank:
+                messages[target], sent[target] = comm.wire.encode(part)
         sizes = [size for (size,) in comm.trade([[message.numel()] for message in messages])]
-        region, _ = receive_parts(comm, parts, messages, sizes, boundaries)
-    return sent, region
-
-
-def encode_parts(
-    comm: Comm, parts: list[Entries], added: Sequence[int] = (), sizes: Sequence[int] = ()
-) -> tuple[list[Tensor], Entries]:
-    """A message for every other rank, and the entries of all messages and of this rank's own part.
-
-    Args:
-        added: numbers to travel with each.
-        sizes: of the messages; as small as they can be if there are none.
-    """
-    rank, device = comm.rank, comm.device
-    messages, sent = [], []
-    for target, part in enumerate(parts):
-        if target == rank:
-            messages.append(torch.empty(0, dtype=torch.uint8, device=device))
-            sent.append(part)
-        else:
-            nbytes = sizes[target] if sizes else None
-            message, values = comm.wire.encode(part, added, nbytes)
-            messages.append(message)
-            sent.append(Entries(part.indices, values))
-    return messages, concatenate(sent)
-
-
-def receive_parts(
-    comm: Comm,
-    parts: list[Entries],
-    messages: list[Tensor],
-    sizes: list[int],
-    boundaries: Sequence[int],
-    added: int = 0,
-) -> tuple[Region, list[list[int]]]:
-    """Exchange one message with each rank: this rank's region, and the numbers that were added."""
-    rank = comm.rank
-    low, high = boundaries[rank], boundaries[rank + 1]
-    comm.check_sizes(sizes, [comm.wire.room(high - low, high - low, added)] * len(sizes))
-    region = Region(list(parts), low, high)
-    numbers: list[list[int]] = [[]] * comm.size
-    for source, message in comm.transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        region.parts[source], numbers[source] = comm.decode(message, source, low, high, added)
-    return region, numbers
+        comm.check_sizes(sizes, [comm.wire.room(high - low, high - low)] * comm.size)
+        for source, message in comm.transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
+            parts[source], _ = comm.decode(message, source, low, high)
+    return Entries(local.indices, torch.cat(sent)), region_of(parts, low, high)
 
 
 def gather(
@@ -112,10 +77,9 @@ def gather(
     sent: Tensor,
     sizes: list[int],
     boundaries: Sequence[int] | None,
-    added: int = 0,
     wires: Sequence[Wire] = (),
-) -> tuple[list[Entries], list[list[int]]]:
-    """Every rank's entries, in rank order, and the numbers added to their messages.
+) -> list[Entries]:
+    """Every rank's entries, in rank order.
 
     Words sent: 2 * len(mine) * (P-1).
 
@@ -123,24 +87,20 @@ def gather(
         message: in which `mine` travels, with the values `sent`.
         sizes: of each rank's message.
         boundaries: between the entries of a rank and those of the next; None if there are none.
-        added: how many numbers are added to each message.
         wires: how each rank's entries are written, if not all as the step says.
     """
     transport, numel = comm.transport, comm.numel
     bounds = [(0, numel)] * transport.size if boundaries is None else list(pairwise(boundaries))
     wires = wires or [comm.wire] * transport.size
     spans = [high - low for low, high in bounds]
-    most = [wire.room(span, span, added) for wire, span in zip(wires, spans, strict=True)]
-    comm.check_sizes(sizes, most)
-    parts = [mine[:0]] * transport.size
-    numbers: list[list[int]] = [[]] * transport.size
-    parts[transport.rank] = Entries(mine.indices, sent)
+    comm.check_sizes(
+        sizes, [wire.room(span, span) for wire, span in zip(wires, spans, strict=True)]
+    )
+    parts = [Entries(mine.indices, sent)] * transport.size
     messages = [message] * transport.size
     for source, received in transport.exchange(messages, sizes, ROUNDS_IN_FLIGHT):
-        parts[source], numbers[source] = comm.decode(
-            received, source, *bounds[source], added, wires[source]
-        )
-    return parts, numbers
+        parts[source], _ = comm.decode(received, source, *bounds[source], wire=wires[source])
+    return parts
 
 
 def check_order(comm: Comm, parts: Sequence[Entries]) -> None:
@@ -204,7 +164,7 @@ def gather_sum(comm: Comm, local: Entries) -> tuple[Entries, Entries]:
     with comm.time("gather"):
         message, sent = comm.wire.encode(local)
         _, sizes = comm.share(len(local), message.numel())
-        parts, _ = gather(comm, local, message, sent, sizes, boundaries=None)
+        parts = gather(comm, local, message, sent, sizes, boundaries=None)
     with comm.time("reduce"):
-        sums = Region(parts, 0, comm.numel).select(comm, 0.0)
+        sums = region_of(parts, 0, comm.numel).select(comm, 0.0)
     return parts[comm.rank], sums

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ..core.comm import Comm
 from ..core.select import NO_THRESHOLD, TOLERANCE, Carried, is_due, keep_from, keep_largest
 from ..wire.message import Entries, concatenate
 from .base import Algorithm, Reduced, State
-from .exchange import Region, cut, encode_parts, gather, receive_parts
+from .exchange import Region, ends_of
 from .offer import offer
 from .regions import agree_on_regions, equal_cuts
 
@@ -51,6 +51,10 @@ class _Plan:
     """Sums that the global threshold aims at, over all owners."""
     rooms: list[int]
     """Bytes of a message with entries of each region."""
+
+    def without(self, rank: int) -> list[int]:
+        """The rooms, but none for a rank that sends itself nothing."""
+        return [*self.rooms[:rank], 0, *self.rooms[rank + 1 :]]
 
 
 @dataclass(frozen=True)
@@ -108,14 +112,13 @@ class OkTopk(Algorithm[OkTopkState]):
         with comm.time("reduce"):
             mine, wrong = _select_sums(comm, region, threshold, plan)
         with comm.time("gather"):
-            parts, rounded, anyone_wrong = _gather(comm, mine, wrong, regions, plan)
+            gathered, rounded, anyone_wrong = _gather(comm, mine, wrong, regions, plan)
         total = state.total
         if anyone_wrong:
             # An owner did not select by the threshold, so begin anew.
-            smallest = [float(part.values.abs().min()) for part in parts if len(part)]
-            threshold, total = min(smallest, default=0.0), NO_THRESHOLD
+            threshold = float(gathered.values.abs().min()) if len(gathered) else 0.0
+            total = NO_THRESHOLD
         with comm.time("select"):
-            gathered = concatenate(parts)
             applied, global_threshold, right = keep_from(gathered, threshold, acc.k, plan.wanted)
         acc.clear(sent, applied)
         acc.keep_rounding(mine, rounded, applied)
@@ -151,20 +154,37 @@ def _split(
     comm: Comm, offered: Entries, regions: tuple[int, ...], plan: _Plan
 ) -> tuple[Entries, Region, int]:
     """Step 3. Returns the entries sent, this rank's region, and how many entries had no room."""
-    parts, overflow = cut(offered, regions), 0
-    for owner, part in enumerate(parts):
-        if owner != comm.rank and len(part) > plan.most:
-            overflow += len(part) - plan.most
-            parts[owner] = keep_largest(part, plan.most)[0]
+    rank, low, high = comm.rank, regions[comm.rank], regions[comm.rank + 1]
+    kept, ends = _hold_back(comm, offered, ends_of(offered, regions), plan.most)
     point = -1 if comm.transport.point is None else comm.transport.point
-    messages, sent = encode_parts(comm, parts, (comm.finite, point), plan.rooms)
-    sizes = [plan.rooms[comm.rank]] * comm.size
-    region, notes = receive_parts(comm, parts, messages, sizes, regions, added=2)
-    notes[comm.rank] = [comm.finite, point]
+    added = [int(comm.finite), point]
+    messages, sent = comm.wire.encode_all(kept, ends, rank, added, plan.without(rank))
+    arriving = [0 if source == rank else plan.rooms[rank] for source in range(comm.size)]
+    received = comm.transport.all_to_all(messages, plan.without(rank), arriving)
+    own = kept[ends[rank - 1] if rank else 0 : ends[rank]]
+    entries, stops, notes = comm.decode_all(
+        received, arriving, [(low, high)] * comm.size, own, len(added)
+    )
+    notes[rank] = added
     comm.finite = all(finite for finite, _ in notes)
     if comm.transport.point is not None:
         comm.transport.check_points([point for _, point in notes])
-    return sent, region, overflow
+    region = Region(entries, stops, low, high)
+    return Entries(kept.indices, sent), region, len(offered) - len(kept)
+
+
+def _hold_back(
+    comm: Comm, offered: Entries, ends: list[int], most: int
+) -> tuple[Entries, list[int]]:
+    """The `most` largest entries for each other owner, all for this rank, and where each ends."""
+    spans = list(pairwise([0, *ends]))
+    if all(end - start <= most or owner == comm.rank for owner, (start, end) in enumerate(spans)):
+        return offered, ends
+    parts = [offered[start:end] for start, end in spans]
+    for owner, part in enumerate(parts):
+        if owner != comm.rank and len(part) > most:
+            parts[owner] = keep_largest(part, most)[0]
+    return concatenate(parts), list(accumulate(map(len, parts)))
 
 
 def _select_sums(comm: Comm, region: Region, threshold: float, plan: _Plan) -> tuple[Entries, bool]:
@@ -180,11 +200,16 @@ def _select_sums(comm: Comm, region: Region, threshold: float, plan: _Plan) -> t
 
 def _gather(
     comm: Comm, mine: Entries, wrong: bool, regions: tuple[int, ...], plan: _Plan
-) -> tuple[list[Entries], Tensor, bool]:
-    """Step 5. Returns every owner's selection, this one's values as all ranks read them, and
+) -> tuple[Entries, Tensor, bool]:
+    """Step 5. Returns the selections of all owners, this one's values as all ranks read them, and
     whether any owner found the threshold wrong."""
-    message, rounded = comm.wire.encode(mine, [comm.finite, wrong], plan.rooms[comm.rank])
-    parts, notes = gather(comm, mine, message, rounded, plan.rooms, regions, added=2)
-    notes[comm.rank] = [comm.finite, wrong]
+    rank, size, others = comm.rank, plan.rooms[comm.rank], comm.size - 1
+    added = [int(comm.finite), int(wrong)]
+    message, rounded = comm.wire.encode_all(mine, [len(mine)], -1, added, [size])
+    going = [0 if target == rank else size for target in range(comm.size)]
+    received = comm.transport.all_to_all(message.repeat(others), going, plan.without(rank))
+    own, bounds = Entries(mine.indices, rounded), list(pairwise(regions))
+    entries, _, notes = comm.decode_all(received, plan.without(rank), bounds, own, len(added))
+    notes[rank] = added
     comm.finite = all(finite for finite, _ in notes)
-    return parts, rounded, any(wrong for _, wrong in notes)
+    return entries, rounded, any(wrong for _, wrong in notes)

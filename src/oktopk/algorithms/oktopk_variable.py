@@ -103,7 +103,7 @@ class OkTopkVariable(Algorithm[OkTopkState]):
             if not sizes:
                 message, rounded = comm.wire.encode(mine)
                 _, sizes = comm.share(len(mine), message.numel())
-            parts, _ = gather(comm, mine, message, rounded, sizes, bounds)
+            parts = gather(comm, mine, message, rounded, sizes, bounds)
             if bounds is None:
                 check_order(comm, parts)
         with comm.time("select"):

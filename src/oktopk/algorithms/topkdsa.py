@@ -67,7 +67,7 @@ def _gather(
     _, sizes = comm.share(len(mine), message.numel() * (1 if whole is None else -1))
     wires = [exact if size < 0 else comm.wire for size in sizes]
     lengths = [abs(size) for size in sizes]
-    parts, _ = gather(comm, mine, message, rounded, lengths, regions, wires=wires)
+    parts = gather(comm, mine, message, rounded, lengths, regions, wires=wires)
     least = smallest(comm.wire.value_dtype)
     without_zeros = [  # only whole regions have zeros
         part if size > 0 else keep(part, least, len(part))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from torch import Tensor
 
 from ..kernels import for_device
-from ..wire.message import DamagedMessageError, Entries, Wire
+from ..wire.message import DamagedMessageError, Entries, Wire, concatenate
 from .stats import Stopwatch
 from .transport import PeerError, Transport
 
@@ -88,6 +89,31 @@ class Comm:
         if said_finite and not wire.always_finite and not _all_finite(entries.values):
             raise self.damaged(source, "it has a NaN or Inf, but its sender reported none")
         return entries, numbers
+
+    def decode_all(
+        self,
+        messages: Tensor,
+        sizes: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        own: Entries,
+        added: int,
+    ) -> tuple[Entries, list[int], list[list[int]]]:
+        """`decode` of a message of each other rank: all entries in rank order, those of this rank
+        among them, where those of each rank end, and the added numbers. See `Wire.decode_all`."""
+        decoded = self.wire.decode_all(messages, sizes, bounds, self.rank, own, added)
+        if decoded is not None and self.wire.always_finite:
+            return decoded
+        parts, numbers = [], []
+        for source, (message, (low, high)) in enumerate(
+            zip(messages.split(list(sizes)), bounds, strict=True)
+        ):
+            if source == self.rank:
+                part, row = own, [0] * added
+            else:
+                part, row = self.decode(message, source, low, high, added)
+            parts.append(part)
+            numbers.append(row)
+        return concatenate(parts), list(accumulate(map(len, parts))), numbers
 
     def damaged(self, source: int, why: str) -> PeerError:
         """The error to raise for a message that cannot be right."""

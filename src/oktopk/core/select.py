@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import for_device
+from ..kernels.numbers import LEADING_BITS, from_bits
 from ..wire.message import Entries
 
 TOLERANCE = 0.1
@@ -27,9 +28,6 @@ _TREND = 0.7
 """Weight of the newest observation in a threshold's trend."""
 TREND_LIMIT = 0.5
 """Largest trend, either way."""
-
-_LEADING_BITS = 13
-"""Exponent and five more: bins of a 32nd of an octave, few enough for the nearest cache."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +83,13 @@ def keep_from(
         if count >= wanted:
             right, _ = kth_largest(candidates.values, wanted)
         return candidates, threshold, right
-    leading = _Leading(candidates.values)
-    if count >= wanted:
-        right = leading.about(wanted)
-    threshold, ties = leading.kth_largest(k)
-    return keep(candidates, threshold, ties), threshold, right
+    kept, threshold, about = _keep_largest(candidates, k, wanted)
+    return kept, threshold, about if count >= wanted else right
 
 
 def smallest(dtype: torch.dtype) -> float:
     """The smallest positive number of a type: as a threshold it selects all but zeros."""
-    return _from_bits(1, dtype)
+    return from_bits(1, dtype)
 
 
 def select(dense: Tensor, threshold: float) -> Entries:
@@ -111,8 +106,14 @@ def keep(entries: Entries, threshold: float, ties: int) -> Entries:
 
 def keep_largest(entries: Entries, k: int) -> tuple[Entries, float]:
     """The k largest entries (equal ones by index), and the magnitude of the smallest of them."""
-    threshold, ties = kth_largest(entries.values, k)
-    return keep(entries, threshold, ties), threshold
+    kept, threshold, _ = _keep_largest(entries, k)
+    return kept, threshold
+
+
+def _keep_largest(entries: Entries, k: int, wanted: int = 0) -> tuple[Entries, float, float]:
+    kernels = for_device(entries.values.device)
+    *kept, threshold, about = kernels.keep_largest(entries.indices, entries.values, k, wanted)
+    return Entries(*kept), threshold, about
 
 
 def kth_largest(
@@ -140,64 +141,29 @@ def kth_largest(
         The magnitude, and how many of the values that equal it belong to the k largest.
         (0.0, 0) if there are fewer than k values that are not zero.
     """
-    return _Leading(values, digit_bits, sum_counts).kth_largest(k)
-
-
-class _Leading:
-    """The histogram of the leading digit, in which more than one magnitude can be looked for."""
-
-    def __init__(
-        self,
-        values: Tensor,
-        digit_bits: int = 0,
-        sum_counts: Callable[[Tensor], None] | None = None,
-    ) -> None:
-        self._values, self._sum_counts = values, sum_counts
-        first, others = (digit_bits, digit_bits) if digit_bits else (_LEADING_BITS, 9)
-        self._digits = list(_digits(values.dtype, first, others))
-        self._counts = self._count(0, *self._digits[0])
-
-    def kth_largest(self, k: int) -> tuple[float, int]:
-        """See the function of this name."""
-        counts, prefix, remaining = self._counts, 0, k
-        for number, (shift, bits) in enumerate(self._digits):
-            if number:
-                counts = self._count(prefix, shift, bits)
-            found = _find(counts, remaining)
-            if found is None:
-                return 0.0, 0
-            digit, above, _ = found
-            prefix, remaining = (prefix << bits) | digit, remaining - above
-        if prefix == 0:
-            return 0.0, 0
-        return _from_bits(prefix, self._values.dtype), remaining
-
-    def about(self, k: int) -> float:
-        """The k-th largest magnitude, if those of one leading digit are evenly spread."""
-        found = _find(self._counts, k)
+    histogram = for_device(values.device).histogram
+    first, others = (digit_bits, digit_bits) if digit_bits else (LEADING_BITS, 9)
+    prefix = 0
+    for shift, bits in _digits(values.dtype, first, others):
+        counts = histogram(values, prefix, shift, bits)
+        if sum_counts is not None:
+            sum_counts(counts)
+        found = _find(counts, k)
         if found is None:
-            return 0.0
-        digit, above, inside = found
-        shift, _ = self._digits[0]
-        offset = (1 << shift) * (inside - (k - above)) // inside
-        return _from_bits((digit << shift) + offset, self._values.dtype)
-
-    def _count(self, prefix: int, shift: int, bits: int) -> Tensor:
-        histogram = for_device(self._values.device).histogram
-        counts = histogram(self._values, prefix, shift, bits)
-        if self._sum_counts is not None:
-            self._sum_counts(counts)
-        return counts
+            return 0.0, 0
+        digit, above = found
+        prefix, k = (prefix << bits) | digit, k - above
+    return (from_bits(prefix, values.dtype), k) if prefix else (0.0, 0)
 
 
-def _find(counts: Tensor, k: int) -> tuple[int, int, int] | None:
-    """The bin that the k-th is in, from the top; how many are above it, and in it."""
+def _find(counts: Tensor, k: int) -> tuple[int, int] | None:
+    """The bin that the k-th is in, from the top, and how many are above it."""
     from_top = counts.flip(0).cumsum(0)
     bins_above = int((from_top < k).sum())
     if bins_above == from_top.numel():
         return None
     above = int(from_top[bins_above - 1]) if bins_above else 0
-    return from_top.numel() - 1 - bins_above, above, int(from_top[bins_above]) - above
+    return from_top.numel() - 1 - bins_above, above
 
 
 def is_due(sparse_steps: int, interval: int) -> bool:
@@ -218,8 +184,3 @@ def _digits(dtype: torch.dtype, first: int, others: int) -> Iterator[tuple[int, 
         high -= bits
         yield high, bits
         bits = others
-
-
-def _from_bits(bits: int, dtype: torch.dtype) -> float:
-    integers = torch.int32 if dtype == torch.float32 else torch.int64
-    return float(torch.tensor(bits, dtype=integers, device="cpu").view(dtype))

@@ -297,6 +297,22 @@ class Transport:
             'pass nonfinite="skip" to skip such steps'
         )
 
+    def all_to_all(self, messages: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Bytes for each rank, one behind the other; returns those of each rank for this one.
+
+        Args:
+            sizes: the bytes for each rank; none for this one.
+            arriving: the bytes that each rank has for this one.
+        """
+        received = torch.empty(sum(arriving), dtype=torch.uint8, device=self.device)
+        self._count(messages.nbytes, received.nbytes)
+        _recent.append((messages, received))
+        with self.peers("an all-to-all"):
+            dist.all_to_all_single(
+                received, messages, list(arriving), list(sizes), group=self.group
+            )
+        return received
+
     def exchange(
         self, outgoing: list[Tensor], sizes: list[int], in_flight: int
     ) -> Iterator[tuple[int, Tensor]]:

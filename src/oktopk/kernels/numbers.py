@@ -11,6 +11,8 @@ MOST_SHIFT = 24
 """Logarithm of the widest spacing that `quantise` needs: 7 bits in the 31 bits of a magnitude."""
 LARGEST = 0x7F7FFFFF
 """The bits of the largest finite float32."""
+LEADING_BITS = 13
+"""Bits of the leading digit of a magnitude."""
 MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 """Odd factors of the checksum: one for places, and those of MurmurHash3 for words."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -35,6 +37,33 @@ def magnitude(values: Tensor) -> Tensor:
 def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
     """|threshold| rounded to `dtype`, as an integer to compare magnitudes with."""
     return int(magnitude(torch.tensor(threshold, dtype=dtype, device="cpu")))
+
+
+def from_bits(bits: int, dtype: torch.dtype) -> float:
+    """The number whose magnitude has these bits."""
+    return float(torch.tensor(bits, dtype=_BITS[dtype], device="cpu").view(dtype))
+
+
+def leading_shift(dtype: torch.dtype) -> int:
+    """How far to shift a magnitude so that its leading digit is left.
+
+    The digit has the exponent and five bits more of a float32: bins of a 32nd of an octave, few
+    enough for the nearest cache.
+    """
+    return dtype.itemsize * 8 - 1 - LEADING_BITS
+
+
+def spread_evenly(digit: int, above: int, inside: int, rank: int, dtype: torch.dtype) -> float:
+    """The magnitude of a rank, if the magnitudes of one leading digit are evenly spread.
+
+    Args:
+        digit: the leading digit of the magnitude that has this rank, counted from the largest.
+        above: how many magnitudes have a larger leading digit.
+        inside: how many have this one.
+    """
+    shift = leading_shift(dtype)
+    offset = (1 << shift) * (inside - (rank - above)) // inside
+    return from_bits((digit << shift) + offset, dtype)
 
 
 def fixed_point(least: float, numel: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import for_device
+from ..kernels.layout import padded
 from ..kernels.numbers import QUANTUM, magnitude
 
 
@@ -214,8 +215,3 @@ def _in_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Whole blocks, one in each row, and the rest."""
     end = values.numel() // QUANTUM * QUANTUM
     return values[:end].view(-1, QUANTUM), values[end:]
-
-
-def padded(nbytes: int) -> int:
-    """Round up to a whole word, so that the next part is aligned."""
-    return -(-nbytes // 8) * 8

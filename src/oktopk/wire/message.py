@@ -16,21 +16,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..kernels import for_device
+from ..kernels.layout import CHECKSUM, COUNT_SHIFT, HEAD_WORDS, padded
 from . import DamagedMessageError
-from .codecs import CODECS, FORMATS, Codec, padded
+from .codecs import CODECS, FORMATS, Codec
 from .positions import Positions
 
 __all__ = ["FORMATS", "DamagedMessageError", "Entries", "Wire", "concatenate"]
 
 _MAGIC = 0x4F6B5470
 """First 32 bits of a message; another layout of messages needs another number."""
-_HEAD_WORDS = 5
-_CHECKSUM = 3
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Wire:
         sent = self.codec.write(entries.values, message[split:used])
         self.positions.write(code, entries.indices, first, message[start : start + room])
         words = message[:end].view(torch.int64)
-        head = [self._what | code, count << 24 | len(added), room, 0, first]
+        head = [self._what | code, count << COUNT_SHIFT | len(added), room, 0, first]
         words[: split // 8] = torch.tensor([*head, *added])
-        words[_CHECKSUM] = for_device(device).checksum(words)
+        words[CHECKSUM] = for_device(device).checksum(words)
         return message, sent
 
     def decode(
@@ -114,14 +114,14 @@ class Wire:
             message: any bytes at all.
             added: how many numbers must have been added.
         """
-        if message.numel() < 8 * _HEAD_WORDS:
+        if message.numel() < 8 * HEAD_WORDS:
             raise DamagedMessageError(f"it has {message.numel()} bytes, less than its head")
-        head = message[: 8 * _HEAD_WORDS].view(torch.int64).tolist()
+        head = message[: 8 * HEAD_WORDS].view(torch.int64).tolist()
         what, counts, room, checksum, first = head
-        code, count = what & 0xFF, counts >> 24
+        code, count = what & 0xFF, counts >> COUNT_SHIFT
         if what - code != self._what:
             raise DamagedMessageError("its head is that of no message of this format")
-        if counts & 0xFFFFFF != added or not 0 <= count <= high - low or room < 0:
+        if counts & ((1 << COUNT_SHIFT) - 1) != added or not 0 <= count <= high - low or room < 0:
             raise DamagedMessageError("its head has counts that cannot be")
         split, start, end = self._places(count, added, room)
         if end > message.numel():
@@ -136,7 +136,66 @@ class Wire:
                 f"it has {count} entries, but not as many positions of elements {low} to {high}"
             )
         values = self.codec.read(message[split : split + self.codec.nbytes(count)], count)
-        return Entries(indices, values), words[_HEAD_WORDS : split // 8].tolist()
+        return Entries(indices, values), words[HEAD_WORDS : split // 8].tolist()
+
+    def encode_all(
+        self,
+        entries: Entries,
+        ends: Sequence[int],
+        own: int,
+        added: Sequence[int],
+        sizes: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Messages for several ranks, one behind the other, and the values that ranks will read.
+
+        Args:
+            entries: those for the first rank, for the second, and so on.
+            ends: where the entries for each rank end.
+            own: the rank that gets no message: it keeps its entries as they are. -1: none.
+            added: numbers to travel with each message.
+            sizes: of the messages; 0 for `own`.
+        """
+        i, v = entries.indices, entries.values
+        packed = for_device(v.device).pack(self.format, i, v, ends, own, sizes, added, self._what)
+        if packed is not None:
+            return packed
+        messages, sent = [], []
+        for target, (start, end) in enumerate(pairwise([0, *ends])):
+            if target == own:
+                sent.append(v[start:end])
+            else:
+                message, values = self.encode(entries[start:end], added, sizes[target])
+                messages.append(message)
+                sent.append(values)
+        return torch.cat(messages), torch.cat(sent)
+
+    def decode_all(
+        self,
+        messages: Tensor,
+        sizes: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        rank: int,
+        own: Entries,
+        added: int,
+    ) -> tuple[Entries, list[int], list[list[int]]] | None:
+        """The entries of all ranks, where those of each end, and the numbers added.
+
+        Args:
+            messages: one behind the other: any bytes at all.
+            sizes: of the messages; 0 for this rank's.
+            bounds: the elements that each rank may name.
+            rank: this one.
+            own: its entries.
+            added: how many numbers each message must have.
+
+        Returns:
+            None if a message is damaged, or if these kernels read one message at a time only.
+        """
+        unpack = for_device(messages.device).unpack
+        unpacked = unpack(
+            self.format, messages, sizes, bounds, rank, own.indices, own.values, added, self._what
+        )
+        return unpacked and (Entries(*unpacked[:2]), *unpacked[2:])
 
     def room(self, count: int, numel: int, added: int = 0) -> int:
         """Bytes in which any `count` entries of `numel` elements fit."""
@@ -149,6 +208,6 @@ class Wire:
 
     def _places(self, count: int, added: int, room: int) -> tuple[int, int, int]:
         """Where in a message the values begin, where the positions begin, and where it ends."""
-        split = 8 * (_HEAD_WORDS + added)
+        split = 8 * (HEAD_WORDS + added)
         start = split + padded(self.codec.nbytes(count))
         return split, start, start + padded(room)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import for_device
+from ..kernels.layout import BITMAP, CONSECUTIVE, GAPS8, GAPS16, PLAIN
 from . import DamagedMessageError
-
-PLAIN, GAPS8, GAPS16, BITMAP, CONSECUTIVE = range(5)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class CpuKernels(Kernels):
     select = staticmethod(selection.select)
     histogram = staticmethod(selection.histogram)
     keep = staticmethod(selection.keep)
+    keep_largest = staticmethod(selection.keep_largest)
     merge = staticmethod(selection.merge)
     add_at = staticmethod(selection.add_at)
     scatter = staticmethod(selection.scatter)
@@ -38,6 +39,8 @@ class CpuKernels(Kernels):
     quantise = staticmethod(codes.quantise)
     dequantise = staticmethod(codes.dequantise)
     checksum = staticmethod(codes.checksum)
+    pack = staticmethod(codes.pack)
+    unpack = staticmethod(codes.unpack)
 
     step_square = staticmethod(optimizer.step_square)
     adam = staticmethod(optimizer.adam)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 _UNSIGNED: dict[Any, Any] = {np.float32: np.uint32, np.float64: np.uint64}
-_LARGE = 1 << 25
-"""Bytes of a vector that would push everything else out of the caches."""
+_LARGE = 1 << 22
+"""Bytes of a vector that is more than the cache of a core holds."""
 
 
 def as_bits(array: Any) -> Any:

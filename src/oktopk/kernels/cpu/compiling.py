@@ -40,6 +40,7 @@ _LOOPS = {
     name: _jit(loop)
     for module in (selection, codes, optimizer)
     for name, loop in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")  # a part of other loops
 }
 _Key = tuple[torch.dtype | None, torch.dtype]
 """Types of values (None: loops of messages) and of indexes."""
@@ -123,11 +124,15 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "select", v, bits, 0, 0, limit, mask, i, v
     yield "histogram", bits, 0, 0, mask, limit, limit, limit, np.zeros((2, 1), np.int64)
     yield "keep", i, v, bits, limit, mask, 0, i, v
+    yield "keep_largest", i, v, bits, mask, limit, 1, 1, i, v
     yield "merge", i, v, i, v, i, v
     yield "scatter", v, 0, i, v, -1
     yield "take_common", v, i, v, i
     yield "step_square", v, bits, v, 0, 0, mask, *[v.dtype.type(0)] * 2, 0.0, 0.0
     yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
+    n, u8, u64 = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint64)
+    yield "pack", i, v, n, 0, n, n, 0, u8, u64, v
+    yield "unpack", u8, u64, n, n, n, 0, 0, 0, i, v, np.zeros(1, np.int64), n.reshape(0, 0)
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
 
 

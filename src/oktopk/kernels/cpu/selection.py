@@ -80,6 +80,23 @@ def keep(indices: Tensor, values: Tensor, threshold: float, ties: int) -> tuple[
     return kept_indices[:count], kept_values[:count]
 
 
+def keep_largest(
+    indices: Tensor, values: Tensor, k: int, wanted: int = 0
+) -> tuple[Tensor, Tensor, float, float]:
+    dtype = values.dtype
+    i, v = indices.numpy(), values.numpy()
+    bits, (_, mask, _) = as_bits(v), limits(0.0, dtype)
+    kept_indices, kept_values = torch.empty_like(indices), torch.empty_like(values)
+    shift = bits.dtype.type(numbers.leading_shift(dtype))
+    loop = compiled(dtype, indices.dtype)["keep_largest"]
+    count, limit, digit, above, inside = loop(
+        i, v, bits, mask, shift, k, wanted, kept_indices.numpy(), kept_values.numpy()
+    )
+    about = numbers.spread_evenly(int(digit), above, inside, wanted, dtype) if inside else 0.0
+    threshold = float(bits.dtype.type(limit).view(v.dtype))
+    return kept_indices[:count], kept_values[:count], threshold, about
+
+
 def merge(
     indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,33 @@ def keep(indices: Tensor, values: Tensor, threshold: float, ties: int) -> tuple[
     return indices[chosen], values[chosen]
 
 
+def keep_largest(
+    indices: Tensor, values: Tensor, k: int, wanted: int = 0
+) -> tuple[Tensor, Tensor, float, float]:
+    """The k largest entries, equal ones by index, without zeros.
+
+    Args:
+        wanted: 0, or another rank, counted from the largest.
+
+    Returns:
+        The indexes and values.
+        The magnitude of the smallest of them; 0 if there are no more than k.
+        About the magnitude of rank `wanted`; 0 if there is none.
+    """
+    bits = magnitude(values)
+    ordered = bits.sort(descending=True).values
+    limit = int(ordered[k - 1]) if k <= bits.numel() else 0
+    threshold = numbers.from_bits(limit, values.dtype)
+    ties = k - int((bits > limit).sum()) if limit else 0
+    about = 0.0
+    if 0 < wanted <= bits.numel():
+        digits = bits >> numbers.leading_shift(values.dtype)
+        digit = int(ordered[wanted - 1]) >> numbers.leading_shift(values.dtype)
+        above, inside = int((digits > digit).sum()), int((digits == digit).sum())
+        about = numbers.spread_evenly(digit, above, inside, wanted, values.dtype)
+    return *keep(indices, values, threshold, ties), threshold, about
+
+
 def merge(
     indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import uintp
+from numba import extending, uintp
 
+from ...numbers import LEADING_BITS
 from ..vectors import LANES, lowest_bit, reaching, stream
 
 _BLOCK = LANES
@@ -118,6 +119,46 @@ def keep(indices, values, bits, limit, mask, ties, kept_indices, kept_values):  
         count += uintp((magnitude > limit) | (equal & (ties > 0)))
         ties -= equal
     return count
+
+
+def keep_largest(indices, values, bits, mask, shift, k, wanted, kept_indices, kept_values):  # type: ignore[no-untyped-def]
+    """The k-th largest is looked for among the entries with its leading digit only."""
+    word, size = bits.dtype.type, uintp(bits.size)
+    counts = np.zeros(1 << LEADING_BITS, np.int64)
+    for j in range(size):
+        counts[uintp((bits[j] & mask) >> shift)] += 1
+    digit, above = _from_top(counts, k)
+    limit, ties = word(0), 0
+    if digit >= 0:
+        inside, found = np.empty(counts[digit], bits.dtype), uintp(0)
+        for j in range(size):
+            if (bits[j] & mask) >> shift == word(digit):
+                inside[found] = bits[j] & mask
+                found += uintp(1)
+        place = inside.size - (k - above)
+        limit = np.partition(inside, place)[place]
+        ties = k - above - np.sum(inside > limit) if limit else 0
+    count = uintp(0)
+    for j in range(size):
+        magnitude = bits[j] & mask
+        equal = magnitude == limit
+        kept_indices[count] = indices[j]
+        kept_values[count] = values[j]
+        count += uintp((magnitude > limit) | (equal & (ties > 0)))
+        ties -= equal
+    digit, above = _from_top(counts, wanted) if wanted else (-1, 0)
+    return count, limit, digit, above, counts[digit] if digit >= 0 else 0
+
+
+@extending.register_jitable
+def _from_top(counts, rank):  # type: ignore[no-untyped-def]
+    """The bin that a rank is in, counted from the largest, and how many are above it; -1: none."""
+    above = 0
+    for digit in range(counts.size - 1, -1, -1):
+        if above + counts[digit] >= rank:
+            return digit, above
+        above += counts[digit]
+    return -1, 0
 
 
 def merge(a_indices, a_values, b_indices, b_values, indices, values):  # type: ignore[no-untyped-def]
