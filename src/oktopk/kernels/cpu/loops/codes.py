@@ -95,20 +95,20 @@ def unpack_elias_fano(coded, bits, low, high, out):  # type: ignore[no-untyped-d
             out[2 * j + 1] |= np.int64(lows[j] >> 4) << done
         if count % 2:
             out[count - 1] |= np.int64(lows[count // 2] & 15) << done
-    j, last, rising = uintp(0), np.int64(-1), True
+    found, last, rising = uintp(0), np.int64(-1), True
     for place in range(words.size):
         word, base = words[place], np.uint64(64 * place)
         while word:
-            if j == uintp(count):
+            if found == uintp(count):
                 return uintp(0)
-            part = base + lowest_bit(word) - np.uint64(j)
-            offset = np.int64(part << shift) | np.int64(out[j])
+            part = base + lowest_bit(word) - np.uint64(found)
+            offset = np.int64(part << shift) | np.int64(out[found])
             rising &= offset > last
-            out[j] = low + offset
+            out[found] = low + offset
             last = offset
             word &= word - np.uint64(1)
-            j += uintp(1)
-    return j if rising and last < high - low else uintp(0)
+            found += uintp(1)
+    return found if rising and last < high - low else uintp(0)
 
 
 @extending.register_jitable
