@@ -48,6 +48,7 @@ class UpperHalf(Codec):
 ALL_FORMATS = [*FORMATS, UpperHalf.name]
 RELATIVE = {"plain": 0.0, "float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "int8": 0.5}
 """Most that a value is off by, where values differ by a factor of some thousands."""
+RELATIVE["int4"] = 3.0
 RELATIVE[UpperHalf.name] = 2**-7
 
 
@@ -161,7 +162,7 @@ def forged(draw: st.DrawFn, code: Wire, low: int, high: int, added: int) -> Tens
         number = draw(st.one_of(st.sampled_from(EXTREMES), st.integers(near - 9, near + 9)))
         match lie:
             case "code":
-                words[0] = int(words[0]) & ~0xFF | draw(st.integers(0, 6))
+                words[0] = int(words[0]) & ~0xFF | draw(st.integers(0, 8))
             case "count":
                 words[1] = (number % 2**39) << 24 | numbers
             case "added":
@@ -278,7 +279,7 @@ def test_messages_for_several_ranks_are_those_for_each(format: str, data: st.Dat
     messages = torch.cat([message for message, _ in alone])
     bounds = [(0, numel)] * len(ends)
     read = code.decode_all(messages, sizes, bounds, rank, parts[rank], len(added))
-    assert (read is not None) == (format == "int8")
+    assert (read is not None) == (format in ("int8", "int4"))
     if read is not None:
         found, stops, numbers = read
         assert stops == ends
@@ -286,7 +287,8 @@ def test_messages_for_several_ranks_are_those_for_each(format: str, data: st.Dat
         assert numbers == [added if j != rank else [0] * len(added) for j in range(len(ends))]
 
 
-CODES = {"plain": 0, "gaps, 8 bits": 1, "gaps, 16 bits": 2, "bitmap": 3, "consecutive": 4}
+CODES = {"plain": 0, "consecutive": 1, "bitmap": 2}
+CODES |= {f"Elias-Fano, {bits} bits": 2 + bits // 4 for bits in (4, 8, 12, 16, 20)}
 
 
 def crafted(code: Wire, kind: str, count: int, first: int, positions: list[int]) -> Tensor:
@@ -298,6 +300,11 @@ def crafted(code: Wire, kind: str, count: int, first: int, positions: list[int])
     message[:split].view(torch.int64).copy_(torch.tensor(head))
     seal(code, message)
     return message
+
+
+def highs(*places: int) -> list[int]:
+    """A word with these bits."""
+    return list(sum(1 << place for place in places).to_bytes(8, "little"))
 
 
 def bytes_of(*indices: int) -> list[int]:
@@ -317,13 +324,27 @@ def bytes_of(*indices: int) -> list[int]:
         ("plain", 2, -1, bytes_of(-1, 160)),
         ("plain", 1, 150, [*bytes_of(150), 0, 0, 0]),
         ("bitmap", 1, 150, [1]),  # in a message whose format does not know it
-        ("gaps, 8 bits", 2, 150, [0, 49]),
-        ("gaps, 8 bits", 2, 50, [0, 60]),
-        ("gaps, 8 bits", 1, 150, [0, 0]),
-        ("gaps, 8 bits", 2, 150, [0, 255]),
-        ("gaps, 16 bits", 2, 150, [0, 0, 255]),
-        ("gaps, 16 bits", 2, 150, [0, 0, 49, 0]),
-        ("gaps, 16 bits", 2, 150, [0, 0] + 65537 * [255, 255] + [5, 0]),  # 2**32 + 6 further on
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0, 4), 0x20]),  # 150 and 200
+        ("Elias-Fano, 4 bits", 2, 50, [*highs(0, 5), 0x20]),
+        ("Elias-Fano, 4 bits", 2, 2**63 - 1, [*highs(0, 1), 0x20]),
+        ("Elias-Fano, 4 bits", 2, -(2**63), [*highs(0, 1), 0x20]),
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0, 1), 0x00]),  # the same twice
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0, 1), 0x12]),  # not in order
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0), 0x20]),  # too few bits
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0, 1, 2), 0x20]),  # too many
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(*range(64)), 0x20]),
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(), 0x20]),
+        ("Elias-Fano, 4 bits", 2, 150, [0x20]),  # no bitmap
+        ("Elias-Fano, 4 bits", 2, 150, []),
+        ("Elias-Fano, 4 bits", 2, 150, [*highs(0, 1), 0x20, 0]),  # another size
+        ("Elias-Fano, 4 bits", 2, 150, [3, 0, 0, 0, 0x20]),
+        ("Elias-Fano, 4 bits", 0, 150, [*highs()]),
+        ("Elias-Fano, 8 bits", 2, 150, [*highs(0, 1), 0, 50]),
+        ("Elias-Fano, 12 bits", 2, 150, [*highs(0, 2), 0, 10, 0x00]),
+        ("Elias-Fano, 16 bits", 2, 150, [*highs(0, 1), 0, 10, 0, 1]),
+        # more than 2**32 further on
+        ("Elias-Fano, 16 bits", 2, 150, [1] + 8192 * [0] + [2] + 6 * [0] + [0, 1, 0, 0]),
+        ("Elias-Fano, 20 bits", 1, 150, [*highs(0), 0, 0, 0]),  # there is no such code
         ("bitmap", 2, 190, [1, 4]),
         ("bitmap", 2, 99, [3]),
         ("bitmap", 1, 150, [3]),
@@ -355,7 +376,7 @@ def test_a_message_of_another_format_or_region_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("density", "most"),
-    [(0.0005, 4.1), (0.005, 3.6), (0.02, 3.05), (0.1, 3.05), (0.5, 2.3), (1.0, 2.2)],
+    [(0.0005, 3.8), (0.005, 3.4), (0.02, 3.05), (0.1, 2.9), (0.5, 2.3), (1.0, 2.2)],
 )
 def test_bytes_of_an_entry(density: float, most: float) -> None:
     mine = entries(1_000_000, density)
@@ -366,6 +387,8 @@ def test_bytes_of_an_entry(density: float, most: float) -> None:
     assert whole <= plain.numel() / len(mine) <= whole + 0.1
     small, _ = Wire("int8", torch.int32, torch.float32).encode(mine)
     assert small.numel() / len(mine) <= most - 0.9
+    smallest, _ = Wire("int4", torch.int32, torch.float32).encode(mine)
+    assert smallest.numel() / len(mine) <= most - 1.4
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "float16", "int8"])
@@ -436,6 +459,7 @@ def test_names_and_numbers_of_formats_are_unique() -> None:
         "bfloat16": 2,
         "float16": 3,
         "int8": 4,
+        "int4": 5,
         "upper-half": 100,
     }, "messages of earlier versions would be read as others"
 

@@ -118,7 +118,7 @@ class Algorithm(ABC, Generic[S]):
     """Densities to pass through after the warm-up, such as (0.25, 0.06), `ramp_steps` each."""
     ramp_steps: int = field(default=64, kw_only=True)
     wire: str = field(default="int8", kw_only=True)
-    """How entries travel: plain, float32, bfloat16, float16 or int8; see wire/."""
+    """How entries travel: plain, float32, bfloat16, float16, int8 or int4; see wire/."""
 
     def __post_init__(self) -> None:
         for knob in fields(self):  # numpy's numbers could not be saved

@@ -38,9 +38,8 @@ class Kernels:
     take_common = staticmethod(selection.take_common)
     sum_select = staticmethod(selection.sum_select)
 
-    count_gaps = staticmethod(codes.count_gaps)
-    pack_gaps = staticmethod(codes.pack_gaps)
-    unpack_gaps = staticmethod(codes.unpack_gaps)
+    pack_elias_fano = staticmethod(codes.pack_elias_fano)
+    unpack_elias_fano = staticmethod(codes.unpack_elias_fano)
     pack_bits = staticmethod(codes.pack_bits)
     unpack_bits = staticmethod(codes.unpack_bits)
     quantise = staticmethod(codes.quantise)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 QUANTUM = 128
 """Values that share a scale in a message."""
-MOST_SHIFT = 24
-"""Logarithm of the widest spacing that `quantise` needs: 7 bits in the 31 bits of a magnitude."""
 LARGEST = 0x7F7FFFFF
 """The bits of the largest finite float32."""
 LEADING_BITS = 13

@@ -134,6 +134,8 @@ class _Scaled(Codec):
     """A code for each value, and behind them a scale for each block of QUANTUM values."""
 
     code: torch.dtype
+    width: ClassVar[int]
+    """Bits of a code."""
     scale: torch.dtype
 
     @abstractmethod
@@ -141,11 +143,11 @@ class _Scaled(Codec):
         """The codes and scales of float32 values."""
 
     @abstractmethod
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
         """The float32 values of codes and scales."""
 
     def nbytes(self, count: int) -> int:
-        return padded(count * self.code.itemsize) + -(-count // QUANTUM) * self.scale.itemsize
+        return padded(self._used(count)) + -(-count // QUANTUM) * self.scale.itemsize
 
     def write(self, values: Tensor, room: Tensor) -> Tensor:
         codes, scales = self.encode(values.to(torch.float32))
@@ -153,12 +155,16 @@ class _Scaled(Codec):
         room[: codes.nbytes] = codes.view(torch.uint8)
         room[codes.nbytes : start] = 0
         room[start:] = scales.view(torch.uint8)
-        return self.decode(codes, scales).to(values.dtype)
+        return self.decode(codes, scales, values.numel()).to(values.dtype)
 
     def read(self, room: Tensor, count: int) -> Tensor:
-        used = count * self.code.itemsize
+        used = self._used(count)
         codes, scales = room[:used].view(self.code), room[padded(used) :].view(self.scale)
-        return self.decode(codes, scales).to(self.dtype)
+        return self.decode(codes, scales, count).to(self.dtype)
+
+    def _used(self, count: int) -> int:
+        """Bytes of the codes."""
+        return -(-count * self.width // 8)
 
 
 @register
@@ -169,7 +175,7 @@ class Float16(_Scaled):
     """
 
     name, number = "float16", 3
-    code, scale = torch.float16, torch.uint8
+    code, width, scale = torch.float16, 16, torch.uint8
     largest = 32752.0
     """The largest float16 below 2**15. A value of at most this, scaled back, is never infinite."""
 
@@ -182,23 +188,35 @@ class Float16(_Scaled):
         scaled = _multiplied(values, 254 - exponents).clamp_(-self.largest, self.largest)
         return scaled.to(torch.float16), exponents.to(torch.uint8)
 
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+    def decode(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
         return _multiplied(codes.float(), scales.int())
 
 
-@register
-class Int8(_Scaled):
-    """A sign and 7 bits of magnitude, spaced about evenly in the logarithm; see `quantise`."""
+class _Quantised(_Scaled):
+    """A sign and a magnitude, spaced about evenly in the logarithm; see `quantise`."""
 
-    name, number = "int8", 4
     code, scale = torch.uint8, torch.int32
     always_finite = True
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        return for_device(values.device).quantise(values)
+        return for_device(values.device).quantise(values, self.width)
 
-    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return for_device(codes.device).dequantise(codes, scales)
+    def decode(self, codes: Tensor, scales: Tensor, count: int) -> Tensor:
+        return for_device(codes.device).dequantise(codes, scales, count, self.width)
+
+
+@register
+class Int8(_Quantised):
+    """A sign and 7 bits of magnitude."""
+
+    name, number, width = "int8", 4, 8
+
+
+@register
+class Int4(_Quantised):
+    """A sign and 3 bits of magnitude."""
+
+    name, number, width = "int4", 5, 4
 
 
 def _multiplied(values: Tensor, exponents: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from .positions import Positions
 
 __all__ = ["FORMATS", "DamagedMessageError", "Entries", "Wire", "concatenate"]
 
-_MAGIC = 0x4F6B5470
+_MAGIC = 0x4F6B5471
 """First 32 bits of a message; another layout of messages needs another number."""
 
 

@@ -1,14 +1,16 @@
 """How the positions of entries travel, relative to the first entry.
 
-    gaps, 8 bits    one byte for the number of elements between an entry and the one before; 255
-                    means 255 elements, and that the next byte goes on. For densities of about
-                    0.4 % to 12 %.
-    gaps, 16 bits   the same with two bytes, for thinner entries
-    bitmap          one bit for each element, for denser ones
-    plain           indexes as they are in memory, for a format without codes
-    consecutive     no bytes at all: the entries are neighbours
+    Elias-Fano    the last 4, 8, 12 or 16 bits of an entry's offset from the first entry, and a
+                  bitmap of the other bits in unary. It has a bit for each entry, and one for each
+                  16, 256, 4096 or 65536 elements between the first and the last entry.
+    bitmap        one bit for each element, for denser entries
+    plain         indexes as they are in memory, for a format without codes
+    consecutive   no bytes at all: the entries are neighbours
 
-Each message takes the shortest that its format allows.
+Each message takes the shortest that its format allows. Its size depends only on the number of
+entries and on the elements between the first and the last of them. Elias-Fano codes are those of
+P. Elias, "Efficient storage and retrieval by content and address of static files", 1974. The
+bit of entry j is the j-th that is set, so a GPU can find all of them at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import for_device
-from ..kernels.layout import BITMAP, CONSECUTIVE, GAPS8, GAPS16, PLAIN
+from ..kernels.layout import BITMAP, CONSECUTIVE, ELIAS_FANO, LOW_BITS, PLAIN, shortest
 from . import DamagedMessageError
 
 
@@ -40,16 +42,11 @@ class Positions:
             return CONSECUTIVE, 0
         if not self.coded:
             return PLAIN, count * self.dtype.itemsize
-        short, long = for_device(indices.device).count_gaps(indices, first)
-        sizes = {GAPS8: short, GAPS16: 2 * long, BITMAP: -(-span // 8)}
-        code = min(sizes, key=lambda code: sizes[code])
-        return code, sizes[code]
+        return shortest(count, span)
 
     def most_bytes(self, count: int, numel: int) -> int:
-        """Bytes in which the positions of any `count` entries of `numel` elements fit."""
-        if not self.coded:
-            return count * self.dtype.itemsize
-        return min(count + numel // 255, 2 * (count + numel // 65535), -(-numel // 8))
+        """Bytes in which the positions of at most `count` of `numel` elements fit."""
+        return shortest(count, numel)[1] if self.coded else count * self.dtype.itemsize
 
     def write(self, code: int, indices: Tensor, first: int, room: Tensor) -> None:
         """Fill `room`, which has as many bytes as `shortest` said."""
@@ -59,7 +56,7 @@ class Positions:
         elif code == BITMAP:
             kernels.pack_bits(indices, first, room)
         elif code != CONSECUTIVE:
-            kernels.pack_gaps(indices, first, room if code == GAPS8 else room.view(torch.int16))
+            kernels.pack_elias_fano(indices, first, LOW_BITS[code - ELIAS_FANO], room)
 
     def read(self, code: int, room: Tensor, count: int, first: int, low: int, high: int) -> Tensor:
         """Indexes in order, from `low` to `high`, for any bytes.
@@ -79,12 +76,11 @@ class Positions:
         if not self.coded:
             if code == PLAIN and nbytes == count * dtype.itemsize > 0:
                 return _in_order(room.view(dtype), first, high)
-        elif code == GAPS8:
-            return kernels.unpack_gaps(room, first, high, dtype)
-        elif code == GAPS16 and nbytes % 2 == 0:
-            return kernels.unpack_gaps(room.view(torch.int16), first, high, dtype)
         elif code == BITMAP:
             return kernels.unpack_bits(room, first, high, dtype)
+        elif count and 0 <= code - ELIAS_FANO < len(LOW_BITS):
+            bits = LOW_BITS[code - ELIAS_FANO]
+            return kernels.unpack_elias_fano(room, count, bits, first, high, dtype)
         raise DamagedMessageError("its positions have a code that is not of this format")
 
 

@@ -12,20 +12,23 @@ from ..numbers import QUANTUM
 from .arrays import as_bits, as_unsigned
 from .compiling import compiled, compiled_codes
 
-
-def count_gaps(indices: Tensor, low: int) -> tuple[int, int]:
-    short, long = compiled_codes(indices.dtype)["count_gaps"](indices.numpy(), low)
-    return int(short), int(long)
+_WIDTHS = {"int8": 8, "int4": 4}
+"""Formats whose messages are written and read in one call, and the bits of their codes."""
 
 
-def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
-    compiled_codes(indices.dtype)["pack_gaps"](indices.numpy(), low, as_unsigned(out))
+def pack_elias_fano(indices: Tensor, low: int, bits: int, out: Tensor) -> None:
+    loop = compiled_codes(indices.dtype)["pack_elias_fano"]
+    loop(indices.numpy(), low, bits, out.numpy())
 
 
-def unpack_gaps(stream: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    found = torch.empty(stream.numel() + 1, dtype=dtype, device="cpu")
-    loop = compiled_codes(dtype)["unpack_gaps"]
-    return found[: loop(as_unsigned(stream), low, high, found.numpy())]
+def unpack_elias_fano(
+    coded: Tensor, count: int, bits: int, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    if not 0 < count <= high - low:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    found = torch.empty(count, dtype=dtype, device="cpu")
+    loop = compiled_codes(dtype)["unpack_elias_fano"]
+    return found[: loop(coded.numpy(), bits, low, high, found.numpy())]
 
 
 def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
@@ -38,16 +41,18 @@ def unpack_bits(bits: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor
     return found[: compiled_codes(dtype)["unpack_bits"](bits.numpy(), low, high, found.numpy())]
 
 
-def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(values.numel(), dtype=torch.uint8, device="cpu")
+def quantise(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(-(-values.numel() * width // 8), dtype=torch.uint8, device="cpu")
     scales = torch.empty(-(-values.numel() // QUANTUM), dtype=torch.int32, device="cpu")
-    compiled_codes()["quantise"](as_bits(values.numpy()), codes.numpy(), as_unsigned(scales))
+    bits = as_bits(values.numpy())
+    compiled_codes()["quantise"](bits, width, codes.numpy(), as_unsigned(scales))
     return codes, scales
 
 
-def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
-    compiled_codes()["dequantise"](codes.numpy(), as_unsigned(scales), as_bits(values.numpy()))
+def dequantise(codes: Tensor, scales: Tensor, count: int, width: int) -> Tensor:
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
+    bits = as_bits(values.numpy())
+    compiled_codes()["dequantise"](codes.numpy(), as_unsigned(scales), width, bits)
     return values
 
 
@@ -66,13 +71,13 @@ def pack(
     added: Sequence[int],
     what: int,
 ) -> tuple[Tensor, Tensor] | None:
-    if form != "int8":
+    if form not in _WIDTHS:
         return None
     messages, sent = torch.empty(sum(sizes), dtype=torch.uint8), torch.empty_like(values)
     raw = messages.numpy()
     e, s, a = (np.array(part, np.int64) for part in (ends, sizes, added))
     failed = compiled(values.dtype, indices.dtype)["pack"](
-        *(indices.numpy(), values.numpy(), e, own, s, a, what),
+        *(indices.numpy(), values.numpy(), _WIDTHS[form], e, own, s, a, what),
         *(raw, raw.view(np.uint64), sent.numpy()),
     )
     if failed >= 0:
@@ -91,16 +96,18 @@ def unpack(
     added: int,
     what: int,
 ) -> tuple[Tensor, Tensor, list[int], list[list[int]]] | None:
-    if form != "int8" or any(size % 8 for size in sizes):
+    if form not in _WIDTHS or any(size % 8 for size in sizes):
         return None
-    # A message has fewer entries than bytes. A code may need some places behind its last entry.
-    most, ours = sum(sizes) + indices.numel() + 8, indices.numel()
+    width, ours = _WIDTHS[form], indices.numel()
+    # A message has fewer entries than room for codes of values. The loop that reads a bitmap needs
+    # some places behind the last entry.
+    most = sum(sizes) * (8 // width) + ours + 8
     all_indices, all_values = indices.new_empty(most), values.new_empty(most)
     ends, notes = np.full(len(sizes), ours), np.zeros((len(sizes), added), np.int64)
     limits = np.array(bounds, np.int64)
     raw = messages.numpy()
     failed = compiled(values.dtype, indices.dtype)["unpack"](
-        *(raw, raw.view(np.uint64), np.array(sizes, np.int64), limits[:, 0].copy()),
+        *(raw, raw.view(np.uint64), width, np.array(sizes, np.int64), limits[:, 0].copy()),
         *(limits[:, 1].copy(), rank, added, what, all_indices.numpy(), all_values.numpy()),
         *(ends, notes),
     )

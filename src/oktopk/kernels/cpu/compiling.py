@@ -103,15 +103,13 @@ def _announce(folder: str | None) -> None:
 def _calls_of_messages(indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Each loop and its arguments; a short loop first, to see soon whether it is cached."""
     i = torch.empty(0, dtype=indices, device="cpu").numpy()
-    u8, u16, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 2, 4, 8))
-    yield "count_gaps", i, 0
-    for words in (u8, u16):
-        yield "pack_gaps", i, 0, words
-        yield "unpack_gaps", words, 0, 0, i
+    u8, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 4, 8))
     yield "pack_bits", i, 0, u8
     yield "unpack_bits", u8, 0, 0, i
-    yield "quantise", u32, u8, u32
-    yield "dequantise", u8, u32, u32
+    yield "pack_elias_fano", i, 0, 4, u8
+    yield "unpack_elias_fano", u8, 4, 0, 0, i
+    yield "quantise", u32, 8, u8, u32
+    yield "dequantise", u8, u32, 8, u32
     yield "checksum", u64
 
 
@@ -131,8 +129,8 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "step_square", v, bits, v, 0, 0, mask, *[v.dtype.type(0)] * 2, 0.0, 0.0
     yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
     n, u8, u64 = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint64)
-    yield "pack", i, v, n, 0, n, n, 0, u8, u64, v
-    yield "unpack", u8, u64, n, n, n, 0, 0, 0, i, v, np.zeros(1, np.int64), n.reshape(0, 0)
+    yield "pack", i, v, 8, n, 0, n, n, 0, u8, u64, v
+    yield "unpack", u8, u64, 8, n, n, n, 0, 0, 0, i, v, np.zeros(1, np.int64), n.reshape(0, 0)
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
 
 

@@ -5,44 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..numbers import LARGEST, MIX, MOST_SHIFT, QUANTUM, magnitude
-
-
-def count_gaps(indices: Tensor, low: int) -> tuple[int, int]:
-    """The number of words that `pack_gaps` needs, with 8 and with 16 bits."""
-    if indices.numel() == 0:
-        return 0, 0
-    gaps = _gaps(indices, low)
-    return tuple(indices.numel() + int((gaps // most).sum()) for most in (255, 65535))  # type: ignore[return-value]
-
-
-def pack_gaps(indices: Tensor, low: int, out: Tensor) -> None:
-    """Write the number of elements between each entry and the one before, in words of 8 or 16 bits.
-
-    The largest word means that as many elements lie between, and that the next word goes on.
-    """
-    if indices.numel() == 0:
-        return
-    most = 255 if out.dtype == torch.uint8 else 65535
-    gaps = _gaps(indices, low)
-    ends = (gaps // most + 1).cumsum(0)
-    words = torch.full((out.numel(),), most, dtype=torch.int64, device=out.device)
-    words[ends - 1] = gaps % most
-    out.copy_(words if most == 255 else (words ^ 0x8000) - 0x8000)
-
-
-def unpack_gaps(stream: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """The indexes that `pack_gaps` wrote; none if the words lead to `high` or beyond."""
-    most = 255 if stream.dtype == torch.uint8 else 65535
-    words = stream.long() & most
-    entry = words != most
-    places = (words + entry).cumsum(0) + (low - 1)
-    return places[entry & (places[-1:] < high)].to(dtype)
-
-
-def _gaps(indices: Tensor, low: int) -> Tensor:
-    before = torch.full((1,), low - 1, dtype=torch.int64, device=indices.device)
-    return indices.long().diff(prepend=before) - 1
+from ..layout import low_bytes
+from ..numbers import LARGEST, MIX, QUANTUM, magnitude
 
 
 def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
@@ -65,36 +29,92 @@ def unpack_bits(bits: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor
     return found[: found.numel() * bool((found[-1:] < high).all())].to(dtype)
 
 
-def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each float32 value as a sign and 7 bits of magnitude, and one scale for each QUANTUM values.
+def pack_elias_fano(indices: Tensor, low: int, bits: int, out: Tensor) -> None:
+    """Write the offset of each index from `low`: its last `bits` bits as they are, others in unary.
 
-    The codes of a block are spaced evenly between the bits of its smallest and of its largest
-    magnitude. This is about evenly in the logarithm, so small values next to large ones keep their
-    digits. The last 8 bits of a scale hold the logarithm of the spacing; the others are those of
-    the smallest magnitude.
+    First come whole 64-bit words. Bit h + j is set for entry j, if the high bits of its offset are
+    h. Then come the low bits of all entries: the lowest byte of each, the next byte of each, and
+    at last four bits of each.
     """
-    count = values.numel()
+    count, offsets = indices.numel(), indices.long() - low
+    at = out.numel() - low_bytes(count, bits)
+    pack_bits((offsets >> bits) + torch.arange(count, device=out.device), 0, out[:at])
+    for shift in range(0, bits - 7, 8):
+        out[at : at + count] = (offsets >> shift) & 0xFF
+        at += count
+    if bits % 8:
+        out[at:] = _paired((offsets >> (bits - 4)) & 0xF)
+
+
+def unpack_elias_fano(
+    coded: Tensor, count: int, bits: int, low: int, high: int, dtype: torch.dtype
+) -> Tensor:
+    """The `count` indexes that `pack_elias_fano` wrote.
+
+    None if these bytes give another number of them, or if they are not in order and below `high`.
+    """
+    nothing = torch.empty(0, dtype=dtype, device=coded.device)
+    at = coded.numel() - low_bytes(count, bits)
+    if count < 1 or at <= 0 or at % 8:
+        return nothing
+    places = unpack_bits(coded[:at], 0, 8 * at, torch.int64)
+    if places.numel() != count:
+        return nothing
+    offsets = (places - torch.arange(count, device=coded.device)) << bits
+    for shift in range(0, bits - 7, 8):
+        offsets += coded[at : at + count].long() << shift
+        at += count
+    if bits % 8:
+        offsets += _unpaired(coded[at:], count) << (bits - 4)
+    right = bool((offsets[1:] > offsets[:-1]).all()) and int(offsets[-1]) < high - low
+    return (offsets + low).to(dtype) if right else nothing
+
+
+def _paired(nibbles: Tensor) -> Tensor:
+    """Two numbers of 4 bits in each byte, the first in its lower half."""
+    pairs = torch.nn.functional.pad(nibbles, (0, nibbles.numel() % 2)).view(-1, 2)
+    return (pairs[:, 0] | pairs[:, 1] << 4).to(torch.uint8)
+
+
+def _unpaired(paired: Tensor, count: int) -> Tensor:
+    """The first `count` numbers that `_paired` wrote."""
+    return torch.stack([paired.long() & 0xF, paired.long() >> 4], 1).flatten()[:count]
+
+
+def quantise(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Each float32 value as a code of `width` bits, and one scale for each QUANTUM values.
+
+    A code of 8 bits is a byte; two codes of 4 bits share one. The first bit of a code is the sign,
+    and the others are the magnitude. The magnitudes of a block are spaced evenly between the bits
+    of its smallest and of its largest. This is about evenly in the logarithm, so small values next
+    to large ones keep their digits. The last 8 bits of a scale hold the logarithm of the spacing;
+    the others are those of the smallest magnitude.
+    """
+    count, most = values.numel(), (1 << (width - 1)) - 1
     if count == 0:
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.int32)
     bits = magnitude(values).long()
     blocks = torch.cat([bits, bits[-1:].expand(-count % QUANTUM)]).view(-1, QUANTUM)
     base = blocks.amin(1, keepdim=True) & ~0xFF
     # The exponent of an integer is its number of bits.
-    width = torch.frexp((blocks.amax(1, keepdim=True) - base).double()).exponent.long()
-    shift = (width - 7).clamp(min=0)
+    needed = torch.frexp((blocks.amax(1, keepdim=True) - base).double()).exponent.long()
+    shift = (needed - width + 1).clamp(min=0)
     codes = (blocks - base + ((1 << shift) >> 1)) >> shift
-    codes = codes.clamp(max=127).flatten()[:count]
-    signs = values.view(torch.int32) < 0
-    return (codes + 128 * signs).to(torch.uint8), (base | shift).flatten().to(torch.int32)
+    codes = codes.clamp(max=most).flatten()[:count]
+    codes += (most + 1) * (values.view(torch.int32) < 0)
+    packed = codes.to(torch.uint8) if width == 8 else _paired(codes)
+    return packed, (base | shift).flatten().to(torch.int32)
 
 
-def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+def dequantise(codes: Tensor, scales: Tensor, count: int, width: int) -> Tensor:
     """The float32 values that `quantise` wrote. They are finite for any scales."""
-    scale = scales.long().repeat_interleave(QUANTUM)[: codes.numel()]
-    number, shift = codes.long(), (scale & 0xFF).clamp(max=MOST_SHIFT)
-    bits = (scale & 0x7FFFFF00) + ((number & 127) << shift)
+    scale, most = scales.long().repeat_interleave(QUANTUM)[:count], (1 << (width - 1)) - 1
+    number = codes.long() if width == 8 else _unpaired(codes, count)
+    # A wider spacing than that of the widest block would not fit.
+    shift = (scale & 0xFF).clamp(max=32 - width)
+    bits = (scale & 0x7FFFFF00) + ((number & most) << shift)
     magnitudes = bits.clamp(max=LARGEST).to(torch.int32).view(torch.float32)
-    return torch.where(number > 127, -magnitudes, magnitudes)
+    return torch.where(number > most, -magnitudes, magnitudes)
 
 
 def checksum(words: Tensor) -> int:

@@ -5,59 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numba import extending, uintp
 
-from ...layout import (
-    BITMAP,
-    CHECKSUM,
-    CONSECUTIVE,
-    COUNT_SHIFT,
-    GAPS8,
-    GAPS16,
-    HEAD_WORDS,
-)
+from ...layout import BITMAP, CHECKSUM, CONSECUTIVE, COUNT_SHIFT, ELIAS_FANO, HEAD_WORDS, LOW_BITS
+from ...layout import low_bytes as _plain_low_bytes
 from ...layout import padded as _plain_padded
-from ...numbers import LARGEST, MIX, MOST_SHIFT, QUANTUM
+from ...layout import shortest as _plain_shortest
+from ...numbers import LARGEST, MIX, QUANTUM
+from ..vectors import lowest_bit
 
 _padded = extending.register_jitable(_plain_padded)
-
-
-@extending.register_jitable
-def count_gaps(indices, low):  # type: ignore[no-untyped-def]
-    before, short, long = np.int64(low - 1), np.int64(0), np.int64(0)
-    for j in range(indices.size):
-        gap = np.int64(indices[j]) - before - 1
-        if gap >= 255:  # divisions are slow, and most gaps are short
-            short += gap // 255
-            long += gap // 65535
-        before = np.int64(indices[j])
-    return short + indices.size, long + indices.size
-
-
-@extending.register_jitable
-def pack_gaps(indices, low, out):  # type: ignore[no-untyped-def]
-    most = np.int64(2 ** (8 * out.itemsize) - 1)
-    before, at = np.int64(low - 1), 0
-    for j in range(indices.size):
-        gap = np.int64(indices[j]) - before - 1
-        while gap >= most:
-            out[at] = most
-            at += 1
-            gap -= most
-        out[at] = gap
-        at += 1
-        before = np.int64(indices[j])
-
-
-@extending.register_jitable
-def unpack_gaps(stream, low, high, out):  # type: ignore[no-untyped-def]
-    most = np.int64(2 ** (8 * stream.itemsize) - 1)
-    at, count = np.int64(low - 1), uintp(0)
-    for j in range(stream.size):
-        word = np.int64(stream[j])
-        entry = word != most
-        at += word + entry
-        out[count] = at
-        count += uintp(entry)
-    return count if at < high else uintp(0)
+_low_bytes = extending.register_jitable(_plain_low_bytes)
+_shortest = extending.register_jitable(_plain_shortest)
 
 
 @extending.register_jitable
@@ -84,8 +41,80 @@ def unpack_bits(bits, low, high, out):  # type: ignore[no-untyped-def]
 
 
 @extending.register_jitable
-def quantise(bits, codes, scales):  # type: ignore[no-untyped-def]
-    magnitude = np.uint32(0x7FFFFFFF)
+def pack_elias_fano(indices, low, bits, out):  # type: ignore[no-untyped-def]
+    count, shift = indices.size, np.uint64(bits)
+    at = out.size - _low_bytes(count, bits)
+    words = out[:at].view(np.uint64)
+    words[:] = 0
+    word, place = np.uint64(0), uintp(0)
+    for j in range(count):
+        bit = (np.uint64(np.int64(indices[j]) - low) >> shift) + np.uint64(j)
+        if bit >> np.uint64(6) != place:
+            words[place] = word
+            word, place = np.uint64(0), uintp(bit >> np.uint64(6))
+        word |= np.uint64(1) << (bit & np.uint64(63))
+    if count:
+        words[place] = word
+    done = 0
+    while bits - done >= 8:
+        lows = out[at : at + count]
+        for j in range(count):
+            lows[j] = np.uint8((np.int64(indices[j]) - low) >> done)
+        at += count
+        done += 8
+    if bits > done:
+        lows = out[at:]
+        for j in range(count // 2):
+            first = (np.int64(indices[2 * j]) - low) >> done
+            second = (np.int64(indices[2 * j + 1]) - low) >> done
+            lows[j] = np.uint8((first & 15) | (second & 15) << 4)
+        if count % 2:
+            lows[count // 2] = np.uint8(((np.int64(indices[count - 1]) - low) >> done) & 15)
+
+
+@extending.register_jitable
+def unpack_elias_fano(coded, bits, low, high, out):  # type: ignore[no-untyped-def]
+    """`out` has a place for each entry. Nothing is written behind it."""
+    count, shift = out.size, np.uint64(bits)
+    at = coded.size - _low_bytes(count, bits)
+    if count < 1 or at <= 0 or at % 8 != 0:
+        return uintp(0)
+    words = coded[:at].view(np.uint64)
+    out[:] = 0
+    done = 0
+    while bits - done >= 8:
+        lows = coded[at : at + count]
+        for j in range(count):
+            out[j] |= np.int64(lows[j]) << done
+        at += count
+        done += 8
+    if bits > done:
+        lows = coded[at:]
+        for j in range(count // 2):
+            out[2 * j] |= np.int64(lows[j] & 15) << done
+            out[2 * j + 1] |= np.int64(lows[j] >> 4) << done
+        if count % 2:
+            out[count - 1] |= np.int64(lows[count // 2] & 15) << done
+    found, last, rising = uintp(0), np.int64(-1), True
+    for place in range(words.size):
+        word, base = words[place], np.uint64(64 * place)
+        while word:
+            if found == uintp(count):
+                return uintp(0)
+            part = base + lowest_bit(word) - np.uint64(found)
+            offset = np.int64(part << shift) | np.int64(out[found])
+            rising &= offset > last
+            out[found] = low + offset
+            last = offset
+            word &= word - np.uint64(1)
+            found += uintp(1)
+    return found if rising and last < high - low else uintp(0)
+
+
+@extending.register_jitable
+def quantise(bits, width, codes, scales):  # type: ignore[no-untyped-def]
+    magnitude, most = np.uint32(0x7FFFFFFF), np.uint32((1 << (width - 1)) - 1)
+    row, to_sign = np.empty(QUANTUM, np.uint8), np.uint32(32 - width)
     for block in range(scales.size):
         start = uintp(block * QUANTUM)
         stop = min(uintp(bits.size), start + uintp(QUANTUM))
@@ -95,28 +124,58 @@ def quantise(bits, codes, scales):  # type: ignore[no-untyped-def]
             high = max(high, np.uint32(bits[j] & magnitude))
         low = np.uint32(low & np.uint32(0xFFFFFF00))
         shift = np.uint32(0)
-        while (np.uint32(high - low) >> shift) > np.uint32(127):
+        while (np.uint32(high - low) >> shift) > most:
             shift += np.uint32(1)
         half = np.uint32((np.uint32(1) << shift) >> np.uint32(1))
         for j in range(start, stop):
             code = np.uint32(np.uint32((bits[j] & magnitude) - low) + half) >> shift
-            code = min(np.uint32(127), np.uint32(code))
-            codes[j] = np.uint8(code | np.uint32((bits[j] >> np.uint32(24)) & np.uint32(0x80)))
+            code = min(most, np.uint32(code))
+            sign = np.uint32((bits[j] >> to_sign) & np.uint32(most + np.uint32(1)))
+            row[j - start] = np.uint8(code | sign)
+        _write_row(row, width, start, stop, codes)
         scales[block] = np.uint32(low | shift)
 
 
 @extending.register_jitable
-def dequantise(codes, scales, bits):  # type: ignore[no-untyped-def]
+def _write_row(row, width, start, stop, codes):  # type: ignore[no-untyped-def]
+    """The codes of a block: one in each byte, or two."""
+    size = stop - start
+    if width == 8:
+        codes[start:stop] = row[:size]
+        return
+    if size % uintp(2):
+        row[size] = 0
+    pairs = codes[start // uintp(2) : (stop + uintp(1)) // uintp(2)]
+    for j in range(pairs.size):
+        pairs[j] = np.uint8(row[2 * j] | (row[2 * j + 1] << 4))
+
+
+@extending.register_jitable
+def dequantise(codes, scales, width, bits):  # type: ignore[no-untyped-def]
+    most, row = np.uint32((1 << (width - 1)) - 1), np.empty(QUANTUM, np.uint8)
+    to_sign, widest = np.uint32(32 - width), np.uint32(32 - width)
     for block in range(scales.size):
         start = uintp(block * QUANTUM)
         stop = min(uintp(bits.size), start + uintp(QUANTUM))
         low = np.uint32(scales[block] & np.uint32(0x7FFFFF00))
-        shift = min(np.uint32(scales[block] & np.uint32(0xFF)), np.uint32(MOST_SHIFT))
+        shift = min(np.uint32(scales[block] & np.uint32(0xFF)), widest)
+        _read_row(codes, width, start, stop, row)
         for j in range(start, stop):
-            code = np.uint32(codes[j])
-            value = np.uint32(low + np.uint32((code & np.uint32(127)) << shift))
+            code = np.uint32(row[j - start])
+            value = np.uint32(low + np.uint32((code & most) << shift))
             value = min(value, np.uint32(LARGEST))
-            bits[j] = np.uint32(value | ((code & np.uint32(0x80)) << np.uint32(24)))
+            bits[j] = np.uint32(value | ((code & np.uint32(most + np.uint32(1))) << to_sign))
+
+
+@extending.register_jitable
+def _read_row(codes, width, start, stop, row):  # type: ignore[no-untyped-def]
+    if width == 8:
+        row[: stop - start] = codes[start:stop]
+        return
+    pairs = codes[start // uintp(2) : (stop + uintp(1)) // uintp(2)]
+    for j in range(pairs.size):
+        row[2 * j] = np.uint8(pairs[j] & 15)
+        row[2 * j + 1] = np.uint8(pairs[j] >> 4)
 
 
 @extending.register_jitable
@@ -131,7 +190,7 @@ def checksum(words):  # type: ignore[no-untyped-def]
     return total
 
 
-def pack(indices, values, ends, own, sizes, added, what, raw, words, sent):  # type: ignore[no-untyped-def]
+def pack(indices, values, width, ends, own, sizes, added, what, raw, words, sent):  # type: ignore[no-untyped-def]
     """`raw` and `words` are the same memory."""
     start = place = most = 0
     for part in range(ends.size):
@@ -149,8 +208,9 @@ def pack(indices, values, ends, own, sizes, added, what, raw, words, sent):  # t
             continue
         i = indices[start:stop]
         first = np.int64(i[0]) if count else 0
-        code, room = _shortest(i, first)
-        scales, positions, end = _places(count, added.size, room)
+        span = np.int64(i[-1]) - first + 1 if count else 0
+        code, room = (CONSECUTIVE, 0) if span == count else _shortest(count, span)
+        scales, positions, end = _places(count, added.size, room, width)
         message = raw[place : place + sizes[part]]
         if end > message.size:
             return part
@@ -159,22 +219,21 @@ def pack(indices, values, ends, own, sizes, added, what, raw, words, sent):  # t
         head[4] = first
         head[HEAD_WORDS : HEAD_WORDS + added.size] = added
         codes = 8 * (HEAD_WORDS + added.size)
-        message[codes + count : scales] = 0
+        coded = message[codes : codes + -(-count * width // 8)]
+        message[codes + coded.size : scales] = 0
         blocks = scales + 4 * -(-count // QUANTUM)
         message[blocks:positions] = 0
         message[positions + room :] = 0
         rounded[:count] = values[start:stop]
         scale = message[scales:blocks].view(np.uint32)
-        quantise(bits[:count], message[codes : codes + count], scale)
-        dequantise(message[codes : codes + count], scale, bits[:count])
+        quantise(bits[:count], width, coded, scale)
+        dequantise(coded, scale, width, bits[:count])
         sent[start:stop] = rounded[:count]
-        coded = message[positions : positions + room]
-        if code == GAPS8:
-            pack_gaps(i, first, coded)
-        elif code == GAPS16:
-            pack_gaps(i, first, coded.view(np.uint16))
-        elif code == BITMAP:
-            pack_bits(i, first, coded)
+        if code == BITMAP:
+            pack_bits(i, first, message[positions : positions + room])
+        elif code != CONSECUTIVE:
+            low_bits = LOW_BITS[code - ELIAS_FANO]
+            pack_elias_fano(i, first, low_bits, message[positions : positions + room])
         head[CHECKSUM] = checksum(head)
         start = stop
         place += sizes[part]
@@ -182,34 +241,18 @@ def pack(indices, values, ends, own, sizes, added, what, raw, words, sent):  # t
 
 
 @extending.register_jitable
-def _shortest(indices, first):  # type: ignore[no-untyped-def]
-    """The code of positions that takes the fewest bytes, and how many."""
-    count = indices.size
-    span = np.int64(indices[-1]) - first + 1 if count else 0
-    if span == count:
-        return CONSECUTIVE, 0
-    short, long = count_gaps(indices, first)
-    code, room = GAPS8, short
-    if 2 * long < room:
-        code, room = GAPS16, 2 * long
-    if -(-span // 8) < room:
-        code, room = BITMAP, -(-span // 8)
-    return code, room
-
-
-@extending.register_jitable
-def _places(count, added, room):  # type: ignore[no-untyped-def]
+def _places(count, added, room, width):  # type: ignore[no-untyped-def]
     """Where in a message the scales and the positions begin, and where it ends."""
-    scales = 8 * (HEAD_WORDS + added) + _padded(count)
+    scales = 8 * (HEAD_WORDS + added) + _padded(-(-count * width // 8))
     positions = scales + _padded(4 * -(-count // QUANTUM))
     return scales, positions, positions + _padded(room)
 
 
-def unpack(raw, words, sizes, lows, highs, rank, added, what, indices, values, ends, notes):  # type: ignore[no-untyped-def]
+def unpack(raw, words, width, sizes, lows, highs, rank, added, what, indices, values, ends, notes):  # type: ignore[no-untyped-def]
     """`ends` holds the number of this rank's own entries first; the caller fills them in."""
     most = uintp(0)
     for source in range(sizes.size):
-        most = max(most, uintp(sizes[source]))
+        most = max(most, uintp(sizes[source] * (8 // width)))
     rounded = np.empty(most, np.float32)
     bits = rounded.view(np.uint32)
     place, start, ours = 0, 0, ends[rank]
@@ -228,9 +271,9 @@ def unpack(raw, words, sizes, lows, highs, rank, added, what, indices, values, e
         count = counts >> COUNT_SHIFT
         if np.int64(head[0]) - code != what or counts & ((1 << COUNT_SHIFT) - 1) != added:
             return source
-        if not (0 <= count <= min(size, high - low) and 0 <= room <= size):
+        if not (0 <= count <= min(size * (8 // width), high - low) and 0 <= room <= size):
             return source
-        scales, positions, end = _places(count, added, room)
+        scales, positions, end = _places(count, added, room, width)
         if end > size or checksum(head[: end // 8]) != head[CHECKSUM]:
             return source
         coded, found = message[positions : positions + room], uintp(0)
@@ -244,17 +287,17 @@ def unpack(raw, words, sizes, lows, highs, rank, added, what, indices, values, e
             for j in range(count):
                 i[j] = first + j
             found = uintp(count)
-        elif code == GAPS8:
-            found = unpack_gaps(coded, first, high, i)
-        elif code == GAPS16 and room % 2 == 0:
-            found = unpack_gaps(coded.view(np.uint16), first, high, i)
         elif code == BITMAP:
             found = unpack_bits(coded, first, high, i[: count + 8])
+        elif 0 <= code - ELIAS_FANO < len(LOW_BITS):
+            low_bits = LOW_BITS[code - ELIAS_FANO]
+            found = unpack_elias_fano(coded, low_bits, first, high, i[:count])
         if found != uintp(count):
             return source
         codes = 8 * (HEAD_WORDS + added)
         scale = message[scales : scales + 4 * -(-count // QUANTUM)].view(np.uint32)
-        dequantise(message[codes : codes + count], scale, bits[:count])
+        used = -(-count * width // 8)
+        dequantise(message[codes : codes + used], scale, width, bits[:count])
         values[start : start + count] = rounded[:count]
         for j in range(added):
             notes[source, j] = np.int64(head[HEAD_WORDS + j])
