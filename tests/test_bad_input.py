@@ -41,7 +41,7 @@ def test_bad_density(density: Any) -> None:
         ({"capacity": 0.5}, "capacity is 0.5"),
         ({"capacity": float("inf")}, "capacity is inf"),
         ({"capacity": "much"}, "capacity is 'much'"),
-        ({"wire": "int4"}, "wire is 'int4', but must be one of plain, float32"),
+        ({"wire": "int5"}, "wire is 'int5', but must be one of plain, float32"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
