@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..core.accumulator import Accumulator
 from ..core.comm import Comm
-from ..core.select import TOLERANCE, Carried, aim, keep_from, kth_largest, select
+from ..core.select import TOLERANCE, Carried, aim, keep_from, kth_largest, lowered, select
 from ..wire.message import Entries
 
 
@@ -31,10 +31,13 @@ def offer(acc: Accumulator, comm: Comm, carried: Carried, exact: bool) -> Offer:
     """
     threshold = 0.0 if acc.k == acc.numel else carried.value
     wanted = aim(acc.k, acc.numel)
-    candidates = acc.accumulate(threshold)
+    entries, found, limit, about = acc.offer(threshold, wanted)
+    if found > acc.k:
+        right = about if found >= wanted else lowered(threshold, found, wanted)
+        return Offer(entries, limit, carried.after(right))
     with comm.time("select"):
-        if len(candidates) < (acc.k if exact else (1 - TOLERANCE) * acc.k) and threshold > 0:
+        if found < (acc.k if exact else (1 - TOLERANCE) * acc.k) and threshold > 0:
             threshold, _ = kth_largest(acc.values, wanted)
-            candidates = select(acc.values, threshold)
-        entries, threshold, right = keep_from(candidates, threshold, acc.k, wanted)
+            entries = select(acc.values, threshold)
+        entries, threshold, right = keep_from(entries, threshold, acc.k, wanted)
     return Offer(entries, threshold, carried.after(right))

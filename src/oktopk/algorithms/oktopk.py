@@ -49,12 +49,12 @@ class _Plan:
     """Entries that a message has room for."""
     wanted: int
     """Sums that the global threshold aims at, over all owners."""
-    rooms: list[int]
-    """Bytes of a message with entries of each region."""
-
-    def without(self, rank: int) -> list[int]:
-        """The rooms, but none for a rank that sends itself nothing."""
-        return [*self.rooms[:rank], 0, *self.rooms[rank + 1 :]]
+    room: int
+    """Bytes of a message with entries of this rank's region."""
+    own: list[int]
+    """Bytes of the messages with entries of this rank's region: none from and for itself."""
+    others: list[int]
+    """Bytes of messages with entries of each other region."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,11 @@ class OkTopk(Algorithm[OkTopkState]):
         most = numel if k == numel else math.ceil(min(numel, room))
         wanted = min(numel, math.ceil(k * (1 + min(1.0, self.capacity - 1) * _AIM)))
         spans = [high - low for low, high in pairwise(regions)]
-        rooms = [comm.wire.room(min(most, span), span, added=2) for span in spans]
-        return _Plan(share, most, wanted, rooms)
+        others = [comm.wire.room(min(most, span), span, added=2) for span in spans]
+        room, others[comm.rank] = others[comm.rank], 0
+        own = [room] * comm.size
+        own[comm.rank] = 0
+        return _Plan(share, most, wanted, room, own, others)
 
     def words(self, numel: int, size: int) -> float:
         """6k(P-1)/P: the bound of the published form; two exchanges of at most `capacity * k`."""
@@ -157,16 +160,13 @@ def _split(
     rank, low, high = comm.rank, regions[comm.rank], regions[comm.rank + 1]
     kept, ends = _hold_back(comm, offered, ends_of(offered, regions), plan.most)
     point = -1 if comm.transport.point is None else comm.transport.point
-    added = [int(comm.finite), point]
-    messages, sent = comm.wire.encode_all(kept, ends, rank, added, plan.without(rank))
-    arriving = [0 if source == rank else plan.rooms[rank] for source in range(comm.size)]
-    received = comm.transport.all_to_all(messages, plan.without(rank), arriving)
+    added = [comm.finite, point]
+    messages, sent = comm.wire.encode_all(kept, ends, rank, added, plan.others)
+    received = comm.transport.all_to_all(messages, plan.others, plan.own)
     own = kept[ends[rank - 1] if rank else 0 : ends[rank]]
-    entries, stops, notes = comm.decode_all(
-        received, arriving, [(low, high)] * comm.size, own, len(added)
-    )
+    entries, stops, notes = comm.decode_all(received, plan.own, [(low, high)] * comm.size, own, 2)
     notes[rank] = added
-    comm.finite = all(finite for finite, _ in notes)
+    comm.finite = all([finite for finite, _ in notes])
     if comm.transport.point is not None:
         comm.transport.check_points([point for _, point in notes])
     region = Region(entries, stops, low, high)
@@ -178,7 +178,7 @@ def _hold_back(
 ) -> tuple[Entries, list[int]]:
     """The `most` largest entries for each other owner, all for this rank, and where each ends."""
     spans = list(pairwise([0, *ends]))
-    if all(end - start <= most or owner == comm.rank for owner, (start, end) in enumerate(spans)):
+    if max([end - start for start, end in spans]) <= most:
         return offered, ends
     parts = [offered[start:end] for start, end in spans]
     for owner, part in enumerate(parts):
@@ -203,13 +203,12 @@ def _gather(
 ) -> tuple[Entries, Tensor, bool]:
     """Step 5. Returns the selections of all owners, this one's values as all ranks read them, and
     whether any owner found the threshold wrong."""
-    rank, size, others = comm.rank, plan.rooms[comm.rank], comm.size - 1
-    added = [int(comm.finite), int(wrong)]
-    message, rounded = comm.wire.encode_all(mine, [len(mine)], -1, added, [size])
-    going = [0 if target == rank else size for target in range(comm.size)]
-    received = comm.transport.all_to_all(message.repeat(others), going, plan.without(rank))
+    added = [comm.finite, wrong]
+    message, rounded = comm.wire.encode_all(mine, [len(mine)], -1, added, [plan.room])
+    messages = message.repeat(comm.size - 1)
+    received = comm.transport.all_to_all(messages, plan.own, plan.others)
     own, bounds = Entries(mine.indices, rounded), list(pairwise(regions))
-    entries, _, notes = comm.decode_all(received, plan.without(rank), bounds, own, len(added))
-    notes[rank] = added
-    comm.finite = all(finite for finite, _ in notes)
-    return entries, rounded, any(wrong for _, wrong in notes)
+    entries, _, notes = comm.decode_all(received, plan.others, bounds, own, 2)
+    notes[comm.rank] = added
+    comm.finite = all([finite for finite, _ in notes])
+    return entries, rounded, any([wrong for _, wrong in notes])

@@ -61,6 +61,9 @@ class Accumulator:
         self.numel = memory.numel()
         self._residual, self._clean = residual, clean
         self._comm, self._factor, self._velocity = comm, factor, velocity
+        same_type = all([part.dtype == memory.dtype for part in gradient])
+        self._as_it_is = same_type and factor == 1.0 and velocity is None
+        """Whether the gradient needs no change before it is added to the residual."""
         self._overwritten = False
         self._bad_parts: list[int] | None = None
 
@@ -72,10 +75,31 @@ class Accumulator:
             indices, values, finite = self._comm.kernels.accumulate(
                 self._residual, parts, self.values, threshold
             )
-            self._comm.finite = all(finite)
-            if self._as_it_is:
-                self._bad_parts = [number for number, fine in enumerate(finite) if not fine]
+            self._note(finite)
         return Entries(indices, values)
+
+    def offer(self, threshold: float, wanted: int) -> tuple[Entries, int, float, float]:
+        """`accumulate`, and the k largest of the entries that it finds; see `Kernels.offer`.
+
+        Returns:
+            The entries: all that were found, if these are no more than k.
+            How many were found.
+            The magnitude of the smallest entry, and about that of rank `wanted`, if more were.
+        """
+        with self._comm.time("accumulate"):
+            threshold = max(threshold, smallest(self.values.dtype))
+            parts = self.gradient if self._as_it_is else [self._prepare()]
+            indices, values, finite, found, limit, about = self._comm.kernels.offer(
+                self._residual, parts, self.values, threshold, self.k, wanted
+            )
+            self._note(finite)
+        return Entries(indices, values), found, limit, about
+
+    def _note(self, finite: list[bool]) -> None:
+        """Which parts are finite, of the gradient or of the one that was prepared from it."""
+        self._comm.finite = all(finite)
+        if self._as_it_is:
+            self._bad_parts = [number for number, fine in enumerate(finite) if not fine]
 
     def merge(self) -> Tensor:
         """residual + gradient as one tensor that may be summed in place.
@@ -128,11 +152,6 @@ class Accumulator:
         parts = enumerate(self.gradient)
         return [index for index, part in parts if not bool(torch.isfinite(part).all())]
 
-    @property
-    def _as_it_is(self) -> bool:
-        """Whether the gradient needs no change before it is added to the residual."""
-        same_type = all(part.dtype == self.values.dtype for part in self.gradient)
-        return same_type and self._factor == 1.0 and self._velocity is None
 
     def _prepare(self) -> Tensor:
         """The gradient in one piece, in the residual's type, times the factor, with momentum."""

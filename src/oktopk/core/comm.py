@@ -41,7 +41,7 @@ class Comm:
 
     def check(self, sums: Entries) -> None:
         """Notice finite values with an infinite sum, before a wire format rounds the sum."""
-        if len(sums) and not math.isfinite(float(sums.values.abs().max())):
+        if not _all_finite(sums.values):
             self.finite = False
 
     def trade(self, rows: list[list[int]]) -> list[list[int]]:

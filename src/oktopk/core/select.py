@@ -6,6 +6,7 @@ values but zeros. Zeros are never selected: sending one changes nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,15 +79,21 @@ def keep_from(
         The threshold that would have selected about `wanted` candidates.
     """
     count = len(candidates)
-    right = threshold * float((max(1, count) / wanted) ** _SHORT)
     if count <= k:
+        right = lowered(threshold, count, wanted)
         if count >= wanted:
             right, _ = kth_largest(candidates.values, wanted)
         return candidates, threshold, right
-    kept, threshold, about = _keep_largest(candidates, k, wanted)
-    return kept, threshold, about if count >= wanted else right
+    kept, limit, about = _keep_largest(candidates, k, wanted)
+    return kept, limit, about if count >= wanted else lowered(threshold, count, wanted)
 
 
+def lowered(threshold: float, count: int, wanted: int) -> float:
+    """The threshold to try after one that has found `count` candidates, fewer than wanted."""
+    return threshold * float((max(1, count) / wanted) ** _SHORT)
+
+
+@functools.cache
 def smallest(dtype: torch.dtype) -> float:
     """The smallest positive number of a type: as a threshold it selects all but zeros."""
     return from_bits(1, dtype)

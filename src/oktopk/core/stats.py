@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from typing_extensions import Self
 
 from ..common.format import table
 
@@ -65,27 +66,35 @@ class StepStats:
 
 
 class Stopwatch:
-    """Seconds of each stage; a stage entered inside another is not counted twice."""
+    """Seconds of each stage; a stage entered inside another is not counted twice.
+
+    with stopwatch("exchange"):
+        ...
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._stage: str | None = None
+        self._stages: tuple[str, ...] = ()
+        """The stage that is under way, and before it those that it was entered in."""
         self._since = 0.0
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        outer = self._stage
-        self._switch(stage)
-        try:
-            yield
-        finally:
-            self._switch(outer)
+    def __call__(self, stage: str) -> Self:
+        self._charge()
+        self._stages = (*self._stages, stage)
+        return self
 
-    def _switch(self, stage: str | None) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._charge()
+        self._stages = self._stages[:-1]
+
+    def _charge(self) -> None:
         now = time.perf_counter()
-        if self._stage is not None:
-            self.seconds[self._stage] += now - self._since
-        self._stage, self._since = stage, now
+        if self._stages:
+            self.seconds[self._stages[-1]] += now - self._since
+        self._since = now
 
 
 def together(parts: Sequence[StepStats]) -> StepStats:

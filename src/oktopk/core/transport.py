@@ -297,7 +297,7 @@ class Transport:
             'pass nonfinite="skip" to skip such steps'
         )
 
-    def all_to_all(self, messages: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+    def all_to_all(self, messages: Tensor, sizes: list[int], arriving: list[int]) -> Tensor:
         """Bytes for each rank, one behind the other; returns those of each rank for this one.
 
         Args:
@@ -307,10 +307,10 @@ class Transport:
         received = torch.empty(sum(arriving), dtype=torch.uint8, device=self.device)
         self._count(messages.nbytes, received.nbytes)
         _recent.append((messages, received))
-        with self.peers("an all-to-all"):
-            dist.all_to_all_single(
-                received, messages, list(arriving), list(sizes), group=self.group
-            )
+        try:
+            dist.all_to_all_single(received, messages, arriving, sizes, group=self.group)
+        except RuntimeError as error:
+            raise self._lost("an all-to-all", error) from error
         return received
 
     def exchange(
@@ -397,14 +397,17 @@ class Transport:
         try:
             yield
         except RuntimeError as error:
-            where = "" if self.point is None else f", in {in_words(self.point)}"
-            raise PeerError(
-                f"rank {self.rank} of {self.size}{where}: {action} failed, because another rank "
-                "died or did not answer within the group's timeout. On this rank nothing was "
-                "applied and the residual is as it was before; others may have completed the step. "
-                "Find the rank that failed first in the logs of the job, and restart all from the "
-                f"last checkpoint. The backend said: {error}"
-            ) from error
+            raise self._lost(action, error) from error
+
+    def _lost(self, action: str, error: RuntimeError) -> PeerError:
+        where = "" if self.point is None else f", in {in_words(self.point)}"
+        return PeerError(
+            f"rank {self.rank} of {self.size}{where}: {action} failed, because another rank "
+            "died or did not answer within the group's timeout. On this rank nothing was "
+            "applied and the residual is as it was before; others may have completed the step. "
+            "Find the rank that failed first in the logs of the job, and restart all from the "
+            f"last checkpoint. The backend said: {error}"
+        )
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ class Kernels:
         """Do now what would make the first calls slow, for vectors of `numel` values."""
 
     accumulate = staticmethod(selection.accumulate)
+    offer = staticmethod(selection.offer)
     select = staticmethod(selection.select)
     histogram = staticmethod(selection.histogram)
     keep = staticmethod(selection.keep)

@@ -29,10 +29,11 @@ def shortest(count: int, span: int) -> tuple[int, int]:
 
     It takes no fewer bytes than any code of fewer entries, or of entries within fewer elements.
     """
-    code, least = BITMAP, -(-span // 8)
-    for j in range(len(LOW_BITS)):
-        highs = count + ((span - 1) >> LOW_BITS[j])
-        nbytes = 8 * -(-highs // 64) + low_bytes(count, LOW_BITS[j])
+    best, code, least = BITMAP, ELIAS_FANO, -(-span // 8)
+    for bits in LOW_BITS:
+        highs = count + ((span - 1) >> bits)
+        nbytes = 8 * -(-highs // 64) + bits // 8 * count + bits % 8 // 4 * -(-count // 2)
         if nbytes < least:
-            code, least = ELIAS_FANO + j, nbytes
-    return code, least
+            best, least = code, nbytes
+        code += 1
+    return best, least

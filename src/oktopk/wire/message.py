@@ -33,9 +33,11 @@ _MAGIC = 0x4F6B5471
 """First 32 bits of a message; another layout of messages needs another number."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Entries:
     """A sparse vector: sorted, unique indexes and their values, in two tensors of one length."""
+
+    __slots__ = ("indices", "values")
 
     indices: Tensor
     values: Tensor
@@ -201,7 +203,7 @@ class Wire:
         """Bytes in which any `count` entries of `numel` elements fit."""
         return self._places(count, added, self.positions.most_bytes(count, numel))[-1]
 
-    @property
+    @cached_property
     def _what(self) -> int:
         """The first word of a message, without the code of its positions."""
         return _MAGIC << 24 | self.codec.number << 8

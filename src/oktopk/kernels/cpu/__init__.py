@@ -21,6 +21,7 @@ class CpuKernels(Kernels):
     prepare = staticmethod(compiling.prepare)
 
     accumulate = staticmethod(selection.accumulate)
+    offer = staticmethod(selection.offer)
     select = staticmethod(selection.select)
     histogram = staticmethod(selection.histogram)
     keep = staticmethod(selection.keep)

@@ -10,6 +10,14 @@ import torch
 from torch import Tensor
 
 _UNSIGNED: dict[Any, Any] = {np.float32: np.uint32, np.float64: np.uint64}
+_LIMITS: dict[torch.dtype, tuple[Any, ...]] = {
+    dtype: (kind, word, float(np.finfo(kind).max), word(np.iinfo(word).max >> 1), kind(math.inf))
+    for dtype, (kind, word) in zip(
+        (torch.float32, torch.float64), _UNSIGNED.items(), strict=True
+    )
+}
+"""Of each type: its numpy type, that of its bits, its largest number, a mask of all bits but the
+sign, and infinity."""
 _LARGE = 1 << 22
 """Bytes of a vector that is more than the cache of a core holds."""
 
@@ -40,20 +48,19 @@ def as_flat(tensors: tuple[Tensor, ...]) -> list[Any] | None:
     return [t.detach().as_strided((t.numel(),), (1,)).numpy() for t in tensors]
 
 
-def alignment(array: Any, start: int) -> int:
+def alignment(tensor: Tensor, start: int) -> int:
     """How far behind `start` whole vectors can be written past the caches.
 
-    -1 if the array is small: then it had better stay in the caches.
+    -1 if the tensor is small: then it had better stay in the caches.
     """
-    if array.nbytes < _LARGE:
+    if tensor.nbytes < _LARGE:
         return -1
-    return int((-array.ctypes.data // array.itemsize - start) % (64 // array.itemsize))
+    return (-tensor.data_ptr() // tensor.itemsize - start) % (64 // tensor.itemsize)
 
 
 def limits(threshold: float, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """The threshold's bits, the mask that removes the sign, and the bits of infinity."""
-    kind = np.float32 if dtype == torch.float32 else np.float64
-    with np.errstate(over="ignore"):  # it is infinite then
-        limit, infinity = (kind(number).view(_UNSIGNED[kind]) for number in (threshold, math.inf))
-    mask = _UNSIGNED[kind](np.iinfo(_UNSIGNED[kind]).max >> 1)
-    return limit & mask, mask, infinity
+    kind, word, most, mask, infinity = _LIMITS[dtype]
+    # The smallest number that rounds to infinity would make numpy warn.
+    limit = kind(threshold) if threshold <= most else infinity
+    return limit.view(word) & mask, mask, infinity.view(word)

@@ -44,36 +44,36 @@ _LOOPS = {
 }
 _Key = tuple[torch.dtype | None, torch.dtype]
 """Types of values (None: loops of messages) and of indexes."""
-_ready: set[_Key] = set()
 _announced = False
 _lock = threading.Lock()
 
 
 def prepare(dtype: torch.dtype, numel: int) -> None:
-    # Loops without indexes are compiled with those of 32-bit ones.
-    types = sorted({torch.int32, numbers.index_dtype(numel)}, key=str)
+    types = sorted({I32, numbers.index_dtype(numel)}, key=str)
     _ensure(*((kind, indices) for kind in (None, dtype) for indices in types))
 
 
-def compiled(dtype: torch.dtype, indices: torch.dtype = torch.int32) -> dict[str, Any]:
-    """The loops over values, compiled for these types."""
-    return _ensure((dtype, indices))
+class _Compiled(dict[_Key, dict[str, Any]]):
+    """The loops by types: compiled[dtype, indices]["accumulate"]. A lookup is no call."""
+
+    def __missing__(self, key: _Key) -> dict[str, Any]:
+        _ensure(key)
+        return _LOOPS
 
 
-def compiled_codes(indices: torch.dtype = torch.int32) -> dict[str, Any]:
-    """The loops of messages, compiled for this type."""
-    return _ensure((None, indices))
+compiled = _Compiled()
+I32 = torch.int32
+"""For loops without indexes, which are compiled with those of 32-bit ones."""
 
 
-def _ensure(*keys: _Key) -> dict[str, Any]:
+def _ensure(*keys: _Key) -> None:
     """Compile under a lock that all processes share, unless that has been done."""
-    if not _ready.issuperset(keys):
+    if not all(key in compiled for key in keys):
         with _lock, _file_lock():
             for key in keys:
-                if key not in _ready:
+                if key not in compiled:
                     _compile(*key)
-                    _ready.add(key)
-    return _LOOPS
+                    compiled[key] = _LOOPS
 
 
 def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
@@ -130,7 +130,7 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
     n, u8, u64 = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint64)
     yield "pack", i, v, 8, n, 0, n, n, 0, u8, u64, v
-    yield "unpack", u8, u64, 8, n, n, n, 0, 0, 0, i, v, np.zeros(1, np.int64), n.reshape(0, 0)
+    yield "unpack", u8, u64, 8, n, n, n, 0, 0, 0, i, v, i, v, n.reshape(0, 0)
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..numbers import fixed_point
 from ..reference import optimizer as reference
 from .arrays import as_bits, as_flat, limits
-from .compiling import compiled
+from .compiling import I32, compiled
 from .threads import parallel
 
 
@@ -20,7 +20,7 @@ def step_square(gradient: Tensor, moment: Tensor, *, grown: float, least: float)
     bits, (_, mask, _) = as_bits(g), limits(0.0, gradient.dtype)
     most, scale = fixed_point(least, g.size)
     scalars = [mask, *(g.dtype.type(x) for x in (grown, least)), most, scale]
-    loop = compiled(gradient.dtype)["step_square"]
+    loop = compiled[gradient.dtype, I32]["step_square"]
     sums = parallel(lambda low, high: int(loop(g, bits, v, low, high, *scalars)), g.size)
     return torch.tensor(sum(sums) / (scale * g.size), dtype=torch.float64, device="cpu")
 
@@ -34,5 +34,5 @@ def adam(
         return
     names = ("sign", "grown", "least", "weight", "decay", "shrink", "unbias", "eps", "lr")
     scalars = [vectors[0].dtype.type(factors[name]) for name in names]
-    loop = compiled(parameter.dtype)["adam"]
+    loop = compiled[parameter.dtype, I32]["adam"]
     parallel(lambda low, high: loop(*vectors, low, high, *scalars), parameter.numel())

@@ -13,18 +13,22 @@ from torch import Tensor
 from .. import numbers
 from ..reference import selection as reference
 from .arrays import alignment, as_bits, limits
-from .compiling import compiled
+from .compiling import I32, compiled
 from .threads import compact, parallel
 
 
 def accumulate(
-    residual: Tensor, gradient: Sequence[Tensor], out: Tensor, threshold: float
+    residual: Tensor,
+    gradient: Sequence[Tensor],
+    out: Tensor,
+    threshold: float,
+    copy: bool = True,
 ) -> tuple[Tensor, Tensor, list[bool]]:
     r, o, parts = residual.numpy(), out.numpy(), [part.numpy() for part in gradient]
     stops = list(itertools.accumulate(part.size for part in parts))
     bits, (limit, mask, infinity) = as_bits(o), limits(threshold, out.dtype)
     index = numbers.index_dtype(o.size)
-    loop = compiled(out.dtype, index)["accumulate"]
+    loop = compiled[out.dtype, index]["accumulate"]
     finite = [True] * len(parts)
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
@@ -33,22 +37,38 @@ def accumulate(
             start = stop - part.size
             here = slice(max(low, start), min(high, stop))
             if here.start < here.stop:
-                g, aligned = part[here.start - start : here.stop - start], alignment(o, here.start)
+                g, aligned = part[here.start - start : here.stop - start], alignment(out, here.start)
                 where = (r[here], g, o[here], bits[here], here.start)
                 end, peak = loop(*where, limit, mask, aligned, end, i, v)
                 if peak >= infinity:
                     finite[number] = False
         return int(end)
 
-    indices, values = compact(run, o.size, out.dtype, index)
+    indices, values = compact(run, o.size, out.dtype, index, copy)
     return indices, values, finite
+
+
+def offer(
+    residual: Tensor,
+    gradient: Sequence[Tensor],
+    out: Tensor,
+    threshold: float,
+    k: int,
+    wanted: int,
+) -> tuple[Tensor, Tensor, list[bool], int, float, float]:
+    indices, values, finite = accumulate(residual, gradient, out, threshold, copy=False)
+    found = indices.numel()
+    if found <= k:
+        return indices.clone(), values.clone(), finite, found, 0.0, 0.0
+    indices, values, limit, about = keep_largest(indices, values, k, wanted)
+    return indices, values, finite, found, limit, about
 
 
 def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     d = dense.numpy()
     bits, (limit, mask, _) = as_bits(d), limits(threshold, dense.dtype)
     index = numbers.index_dtype(d.size)
-    loop = compiled(dense.dtype, index)["select"]
+    loop = compiled[dense.dtype, index]["select"]
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
         return int(loop(d, bits, low, high, limit, mask, i, v))
@@ -60,7 +80,7 @@ def histogram(values: Tensor, prefix: int, shift: int, bits: int) -> Tensor:
     v = as_bits(values.numpy())
     unsigned = v.dtype.type
     _, mask, _ = limits(0.0, values.dtype)
-    loop = compiled(values.dtype)["histogram"]
+    loop = compiled[values.dtype, I32]["histogram"]
 
     def run(low: int, high: int) -> Any:
         counts = np.zeros((2, 2**bits), np.int64)
@@ -74,7 +94,7 @@ def keep(indices: Tensor, values: Tensor, threshold: float, ties: int) -> tuple[
     limit, mask, _ = limits(threshold, values.dtype)
     i, v = indices.numpy(), values.numpy()
     kept_indices, kept_values = torch.empty_like(indices), torch.empty_like(values)
-    count = compiled(values.dtype, indices.dtype)["keep"](
+    count = compiled[values.dtype, indices.dtype]["keep"](
         i, v, as_bits(v), limit, mask, ties, kept_indices.numpy(), kept_values.numpy()
     )
     return kept_indices[:count], kept_values[:count]
@@ -86,9 +106,10 @@ def keep_largest(
     dtype = values.dtype
     i, v = indices.numpy(), values.numpy()
     bits, (_, mask, _) = as_bits(v), limits(0.0, dtype)
-    kept_indices, kept_values = torch.empty_like(indices), torch.empty_like(values)
+    # The loop writes one place behind the last entry that it keeps.
+    kept_indices, kept_values = indices.new_empty(k + 1), values.new_empty(k + 1)
     shift = bits.dtype.type(numbers.leading_shift(dtype))
-    loop = compiled(dtype, indices.dtype)["keep_largest"]
+    loop = compiled[dtype, indices.dtype]["keep_largest"]
     count, limit, digit, above, inside = loop(
         i, v, bits, mask, shift, k, wanted, kept_indices.numpy(), kept_values.numpy()
     )
@@ -102,7 +123,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     most = indices.numel() + other_indices.numel()
     union, total = indices.new_empty(most), values.new_empty(most)
-    count = compiled(values.dtype, indices.dtype)["merge"](
+    count = compiled[values.dtype, indices.dtype]["merge"](
         indices.numpy(),
         values.numpy(),
         other_indices.numpy(),
@@ -114,7 +135,7 @@ def merge(
 
 
 def add_at(dense: Tensor, indices: Tensor, values: Tensor) -> None:
-    loop = compiled(dense.dtype, indices.dtype)["add_at"]
+    loop = compiled[dense.dtype, indices.dtype]["add_at"]
     loop(dense.numpy(), indices.numpy(), values.numpy())
 
 
@@ -123,11 +144,13 @@ def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
         reference.scatter(parts, indices, values)
         return
     i, v = indices.numpy(), values.numpy()
-    loop = compiled(values.dtype, indices.dtype)["scatter"]
+    loop = compiled[values.dtype, indices.dtype]["scatter"]
 
     def write(part: Tensor, start: int) -> None:
         d = part.numpy()
-        parallel(lambda low, high: loop(d[low:high], start + low, i, v, alignment(d, low)), d.size)
+        parallel(
+            lambda low, high: loop(d[low:high], start + low, i, v, alignment(part, low)), d.size
+        )
 
     start = 0
     for part in parts:
@@ -136,7 +159,7 @@ def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:
-    loop = compiled(dense.dtype, indices.dtype)["take_common"]
+    loop = compiled[dense.dtype, indices.dtype]["take_common"]
     loop(dense.numpy(), indices.numpy(), values.numpy(), applied.numpy())
 
 
@@ -145,7 +168,7 @@ def sum_select(
 ) -> tuple[Tensor, Tensor]:
     i, v, e = indices.numpy(), values.numpy(), np.array(ends, np.int64)
     bits, (limit, mask, _) = as_bits(v), limits(threshold, values.dtype)
-    loop = compiled(values.dtype, indices.dtype)["sum_select"]
+    loop = compiled[values.dtype, indices.dtype]["sum_select"]
 
     def run(start: int, stop: int, found: Any, sums: Any) -> int:
         return int(loop(i, v, e, low, start, stop, limit, mask, bits, found, sums))

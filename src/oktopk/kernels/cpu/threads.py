@@ -25,8 +25,10 @@ def parallel(run: Callable[[int, int], _Result], numel: int) -> list[_Result]:
     The first range runs here, and the others run in the pool.
     """
     global _pool
-    parts = max(1, min(torch.get_num_threads(), numel // _MIN_CHUNK))
-    if parts == 1:
+    parts = torch.get_num_threads()
+    if parts * _MIN_CHUNK > numel:
+        parts = numel // _MIN_CHUNK
+    if parts <= 1:
         return [run(0, numel)]
     chunks = [(numel * j // parts, numel * (j + 1) // parts) for j in range(parts)]
     with _pool_lock:
@@ -37,13 +39,20 @@ def parallel(run: Callable[[int, int], _Result], numel: int) -> list[_Result]:
 
 
 def compact(
-    run: Callable[[int, int, Any, Any], int], numel: int, dtype: torch.dtype, index: torch.dtype
+    run: Callable[[int, int, Any, Any], int],
+    numel: int,
+    dtype: torch.dtype,
+    index: torch.dtype,
+    copy: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The entries that run(low, high, indices, values) writes from position `low` onward.
 
     `run` returns where they end. The room that it writes to has a place for every element, so no
     selection can overflow. It is kept for the next call; pages that were never written to never
     become real memory.
+
+    Args:
+        copy: False if the entries are used before the next call only.
     """
     room: tuple[Tensor, Tensor] | None = getattr(_room, str(dtype), None)
     if room is None or room[0].numel() < numel or room[0].dtype != index:
@@ -54,8 +63,10 @@ def compact(
     indices, values = room
     i, v = indices.numpy(), values.numpy()
     pieces = parallel(lambda low, high: slice(low, run(low, high, i, v)), numel)
-    crowded = sum(piece.stop - piece.start for piece in pieces) > numel // 4
-    setattr(_room, str(dtype), None if crowded else room)
+    count = sum([piece.stop - piece.start for piece in pieces])
+    setattr(_room, str(dtype), None if count > numel // 4 else room)
+    if len(pieces) == 1 and not copy:
+        return indices[:count], values[:count]
     return torch.cat([indices[p] for p in pieces]), torch.cat([values[p] for p in pieces])
 
 

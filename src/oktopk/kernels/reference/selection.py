@@ -27,6 +27,30 @@ def accumulate(
     return *select(out, threshold), finite.tolist()
 
 
+def offer(
+    residual: Tensor,
+    gradient: Sequence[Tensor],
+    out: Tensor,
+    threshold: float,
+    k: int,
+    wanted: int,
+) -> tuple[Tensor, Tensor, list[bool], int, float, float]:
+    """`accumulate`, and of the entries that it finds those that `keep_largest` keeps.
+
+    Returns:
+        The indexes and values: all of them if there are no more than k.
+        For each part of the gradient whether its sum is finite.
+        How many entries reach the threshold.
+        The last two results of `keep_largest`; zeros if there are no more than k.
+    """
+    indices, values, finite = accumulate(residual, gradient, out, threshold)
+    found = indices.numel()
+    if found <= k:
+        return indices, values, finite, found, 0.0, 0.0
+    indices, values, limit, about = keep_largest(indices, values, k, wanted)
+    return indices, values, finite, found, limit, about
+
+
 def select(dense: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Indexes and values of the elements with |element| >= threshold."""
     chosen = magnitude(dense) >= threshold_bits(threshold, dense.dtype)

@@ -248,18 +248,22 @@ def _places(count, added, room, width):  # type: ignore[no-untyped-def]
     return scales, positions, positions + _padded(room)
 
 
-def unpack(raw, words, width, sizes, lows, highs, rank, added, what, indices, values, ends, notes):  # type: ignore[no-untyped-def]
-    """`ends` holds the number of this rank's own entries first; the caller fills them in."""
+def unpack(  # type: ignore[no-untyped-def]
+    raw, words, width, sizes, lows, highs, rank, added, what, own, own_values, indices, values, rows
+):
+    """A row is where the entries of a rank end, and the numbers that it added."""
     most = uintp(0)
     for source in range(sizes.size):
         most = max(most, uintp(sizes[source] * (8 // width)))
     rounded = np.empty(most, np.float32)
     bits = rounded.view(np.uint32)
-    place, start, ours = 0, 0, ends[rank]
+    place, start = 0, 0
     for source in range(sizes.size):
         if source == rank:
-            start += ours
-            ends[source] = start
+            indices[start : start + own.size] = own
+            values[start : start + own.size] = own_values
+            start += own.size
+            rows[source, 0] = start
             continue
         size, low, high = sizes[source], lows[source], highs[source]
         message = raw[place : place + size]
@@ -300,8 +304,8 @@ def unpack(raw, words, width, sizes, lows, highs, rank, added, what, indices, va
         dequantise(message[codes : codes + used], scale, width, bits[:count])
         values[start : start + count] = rounded[:count]
         for j in range(added):
-            notes[source, j] = np.int64(head[HEAD_WORDS + j])
+            rows[source, 1 + j] = np.int64(head[HEAD_WORDS + j])
         start += count
-        ends[source] = start
+        rows[source, 0] = start
         place += size
     return -1
