@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from .accumulator import Accumulator, Velocity, slices
 from .comm import Comm
 from .select import select
 from .stats import StepStats
-from .transport import Transport
+from .transport import Rider, Transport
 
 RESIDUAL_DTYPE = {
     torch.float32: torch.float32,
@@ -162,7 +162,7 @@ class Reduction:
         factor: float = 1.0,
         scale: float = 1.0,
         point: int | None = None,
-        meet: bool = False,
+        rider: Rider | None = None,
     ) -> Attempt:
         """All of a step but its end: the average is in `out`, and nothing else has changed.
 
@@ -172,27 +172,67 @@ class Reduction:
             factor: multiplies the gradient when it enters.
             scale: multiplies the average, but not the residual.
             point: this rank's program point, for ranks to compare; None: they do not.
-            meet: whether to compare it before anything else. The first of several reductions that
-                belong together must: sizes of messages depend on what all ranks do.
+            rider: a vector of other elements, to be summed on the way if that is possible.
         """
-        now = self._now
-        algorithm, state = (_DENSE, State()) if self.dense else (self.algorithm, now.state)
-        k = algorithm.target(self.numel, now.taken)
+        dense = self.dense
+        algorithm, state = (_DENSE, State()) if dense else (self.algorithm, self._now.state)
+        acc, comm = self._begin(algorithm, gradient, out, factor, point)
+        self._transport.rider = rider
+        try:
+            reduced, after = algorithm.reduce(state, acc, comm)
+        finally:
+            self._transport.rider = None
+        self._check(algorithm, reduced, state, after)
+        return self._end(acc, comm, reduced, self._now.state if dense else after, scale)
+
+    def attempt_on_the_way(
+        self,
+        gradient: Sequence[Tensor],
+        factor: float,
+        scale: float,
+        point: int | None,
+        carrier: Callable[[Rider], None],
+    ) -> Attempt:
+        """A dense step in place, summed in the messages of another reduction where that is possible.
+
+        Args:
+            carrier: attempts the other reduction, with this rider.
+        """
+        acc, comm = self._begin(_DENSE, gradient, gradient, factor, point)
+        sums = acc.merge()
+        rider = Rider(sums, self._transport.rank, self._transport.size)
+        carrier(rider)
+        if not rider.summed:
+            with comm.time("reduce"):
+                self._transport.all_reduce(sums)
+        reduced = Reduced(sums, residual=None, offered=acc.numel)
+        return self._end(acc, comm, reduced, self._now.state, scale)
+
+    def _begin(
+        self,
+        algorithm: Algorithm,
+        gradient: Sequence[Tensor],
+        out: Sequence[Tensor],
+        factor: float,
+        point: int | None,
+    ) -> tuple[Accumulator, Comm]:
+        k = algorithm.target(self.numel, self._now.taken)
         self._before = None  # the spare copies are written to from here on
         self._transport.reset()
         self._transport.point = point
-        if meet:
-            self._transport.meet()
         comm = Comm(self._transport, self._wire(algorithm, k), self.numel)
         acc = Accumulator(
-            gradient, out, self.residual, now.clean, self._spare_residual, k, comm, factor,
+            gradient, out, self.residual, self._now.clean, self._spare_residual, k, comm, factor,
             Velocity(self.momentum, self.velocity, self._spare_velocity) if self.momentum else None,
         )  # fmt: skip
-        reduced, after = algorithm.reduce(state, acc, comm)
-        self._check(algorithm, reduced, state, after)
+        return acc, comm
+
+    def _end(
+        self, acc: Accumulator, comm: Comm, reduced: Reduced, state: State, scale: float
+    ) -> Attempt:
         # Finite values may have an infinite sum: the same on every rank.
         finite = comm.finite and _is_finite(reduced.sums)
-        attempt = Attempt(acc, comm, reduced, now.state if self.dense else after, finite)
+        attempt = Attempt(acc, comm, reduced, state, finite)
         if finite:
             with comm.time("apply"):
                 self._write(attempt, scale)

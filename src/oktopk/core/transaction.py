@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from .events import Events
 from .moments import SecondMoments
 from .reduction import Attempt
 from .stats import together
-from .transport import Operation, Transport, point_of
+from .transport import Operation, Rider, Transport, point_of
 from .usage import Usage
 
 log = logging.getLogger("oktopk")
@@ -80,6 +81,8 @@ class Transaction:
         self._may_be_unused = may_be_unused or may_be_left_out
         self._may_be_left_out = may_be_left_out
         self._used: dict[str, int] = {}
+        self._open = False
+        """Whether gradients of this step have come."""
         self._has_data: bool | None = None
         self._weight = 1.0
         """Turns an average over all ranks into one over those that have data."""
@@ -88,6 +91,7 @@ class Transaction:
         """The step has ended, or will not be completed."""
         if self.moments is not None:
             self.moments.settle()
+        self._open = False
         for bucket in self._buckets:
             bucket.gradients, bucket.attempt = {}, None
 
@@ -119,6 +123,8 @@ class Transaction:
     def take(self, arrival: Arrival) -> None:
         """Gradients have come. Complete buckets are reduced at once."""
         self._has_data, absent = arrival.has_data, arrival.absent
+        if not self._open:
+            self._meet()
         overlap = self._options.norm_clip is None
         for name, gradient in arrival.gradients.items():
             if gradient.numel() == 0:
@@ -137,7 +143,7 @@ class Transaction:
             bucket.gradients[name] = gradient
             if self._may_be_unused:
                 self._used[name] = bool(gradient.any()) if absent is None else name not in absent
-            if overlap and bucket.complete and not bucket.small:
+            if overlap and bucket.complete and not bucket.small and bucket is not self._carrier():
                 self._begin(bucket, self._factor())
         if arrival.last:
             self._finish()
@@ -163,29 +169,50 @@ class Transaction:
         # A NaN or Inf is for the reduction to find, on all ranks at once.
         return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
-    def _begin(self, bucket: Bucket, factor: float) -> None:
-        self._usage.stepped = True  # the step before can no longer be taken back
+    def _meet(self) -> None:
+        """The first gradients have come. All ranks must be at the same point: sizes of messages
+        depend on it. They compare this now, while backward goes on, and not at its end."""
+        self._open = True
+        self._transport.reset()
+        self._transport.point = self._point(None)
+        self._transport.meet()
+        self._weight = 1.0
+        if self._has_data is not None:
+            rows = self._transport.trade_numbers([[self._has_data]] * self._transport.size)
+            self._weight = self._transport.size / sum(row[0] for row in rows)
+        self._transport.point = None
+
+    def _point(self, bucket: Bucket | None) -> int:
         interval = None if self.moments is None else self.moments.interval
-        rest = (self._name, self._buckets.index(bucket), interval)
-        point = point_of(Operation.STEP, self.step, rest)
-        first = all(other.attempt is None for other in self._buckets)
-        if first:
-            self._transport.reset()
-            self._weight = self._find_weight(point)
+        number = -1 if bucket is None else self._buckets.index(bucket)
+        return point_of(Operation.STEP, self.step, (self._name, number, interval))
+
+    def _carrier(self) -> Bucket | None:
+        """The last large bucket: the small parameters ride along in its messages, so it begins when
+        they have come. None if there are none, or of several types."""
+        left = [bucket for bucket in self._buckets if bucket.attempt is None]
+        large, small = ([b for b in left if b.small is kind] for kind in (False, True))
+        return large[0] if len(large) == len(small) == 1 else None
+
+    def _begin(self, bucket: Bucket, factor: float, rider: Rider | None = None) -> None:
+        self._usage.stepped = True  # the step before can no longer be taken back
         if self.moments is not None:
             self.moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
         scale = self._scale() * self._weight
-        bucket.attempt = bucket.reduction.attempt(parts, parts, factor, scale, point, meet=first)
+        bucket.attempt = bucket.reduction.attempt(
+            parts, parts, factor, scale, self._point(bucket), rider
+        )
 
-    def _find_weight(self, point: int) -> float:
-        if self._has_data is None:
-            return 1.0
-        self._transport.point = point
-        self._transport.meet()
-        rows = self._transport.trade_numbers([[self._has_data]] * self._transport.size)
-        self._transport.point = None
-        return self._transport.size / sum(row[0] for row in rows)
+    def _begin_small(self, bucket: Bucket, carrier: Bucket, factor: float) -> None:
+        """Begin the last large bucket, and in its messages the small parameters."""
+        if self.moments is not None:
+            self.moments.observe(bucket, factor)
+        parts = [bucket.gradients[slot.name] for slot in bucket.slots]
+        scale = self._scale() * self._weight
+        bucket.attempt = bucket.reduction.attempt_on_the_way(
+            parts, factor, scale, self._point(bucket), partial(self._begin, carrier, factor)
+        )
 
     def _finish(self) -> None:
         """End the step: reduce the remaining buckets, then commit all or nothing."""
@@ -194,9 +221,12 @@ class Transaction:
             self.moments.forget_probe()
         self._put_zeros()
         factor = self._factor() * self._clipping_factor()
-        for bucket in self._buckets:
-            if bucket.attempt is None:
-                self._begin(bucket, factor)
+        while left := [bucket for bucket in self._buckets if bucket.attempt is None]:
+            carrier = self._carrier()
+            if carrier is left[0]:
+                self._begin_small(left[1], carrier, factor)
+            else:
+                self._begin(left[0], factor)
         attempts = [(b, b.attempt) for b in self._buckets if b.attempt is not None]
         sparse = [bucket for bucket, attempt in attempts if attempt.sparse]
         self.sparse = frozenset(slot.name for bucket in sparse for slot in bucket.slots)

@@ -122,6 +122,8 @@ class Transport:
             )
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
+        self.rider: Rider | None = None
+        """Travels with the next all-to-alls, until it is summed."""
         self.point: int | None = None
         """This rank's program point, see `point_of`. Unless None, it travels with traded numbers,
         and ranks at different points fail before they mix data."""
@@ -304,6 +306,9 @@ class Transport:
             sizes: the bytes for each rank; none for this one.
             arriving: the bytes that each rank has for this one.
         """
+        rider = self.rider
+        if rider is not None:
+            messages, sizes, arriving = rider.board(messages, sizes, arriving)
         received = torch.empty(sum(arriving), dtype=torch.uint8, device=self.device)
         self._count(messages.nbytes, received.nbytes)
         _recent.append((messages, received))
@@ -311,6 +316,9 @@ class Transport:
             dist.all_to_all_single(received, messages, arriving, sizes, group=self.group)
         except RuntimeError as error:
             raise self._lost("an all-to-all", error) from error
+        if rider is not None:
+            received = rider.leave(received, arriving)
+            self.rider = None if rider.summed else rider
         return received
 
     def exchange(
@@ -413,6 +421,63 @@ class Transport:
 def _list(ranks: Sequence[int]) -> str:
     some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {some} is" if len(ranks) == 1 else f"ranks {some} are"
+
+
+class Rider:
+    """A small vector that ranks sum on the way, in the messages of two all-to-alls.
+
+    In the first one, rank j gets part j of every rank's vector, and sums it. In the second one it
+    hands the sums out. This takes the bytes of an allreduce, but no message.
+
+    Args:
+        vector: is summed in place.
+    """
+
+    def __init__(self, vector: Tensor, rank: int, size: int) -> None:
+        self.summed = False
+        """Whether the vector is the sum over ranks by now."""
+        ends = [vector.numel() * j // size for j in range(size + 1)]
+        self._parts = [vector[low:high] for low, high in pairwise(ends)]
+        self._rank, self._mine = rank, self._parts[rank]
+        self._second = False
+
+    def board(
+        self, messages: Tensor, sizes: list[int], arriving: list[int]
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """Put a part before the message for each other rank. Sizes as in `Transport.all_to_all`."""
+        size = len(sizes)
+        away, home = self._parts, [self._mine] * size
+        if self._second:
+            away, home = home, away
+        pieces = []
+        for rank, message in enumerate(messages.split(sizes)):
+            if rank != self._rank:
+                pieces += [away[rank].view(torch.uint8), message]
+        return torch.cat(pieces), self._with(sizes, away), self._with(arriving, home)
+
+    def _with(self, sizes: list[int], parts: list[Tensor]) -> list[int]:
+        longer = [size + part.nbytes for size, part in zip(sizes, parts, strict=True)]
+        longer[self._rank] = sizes[self._rank]
+        return longer
+
+    def leave(self, received: Tensor, arriving: list[int]) -> Tensor:
+        """Take the parts out of what has come; returns the messages behind them."""
+        home = self._parts if self._second else [self._mine] * len(arriving)
+        found, messages = [*home], []
+        for rank, piece in enumerate(received.split(arriving)):
+            if rank != self._rank:
+                end = home[rank].nbytes
+                found[rank] = piece[:end].view(self._mine.dtype)
+                messages.append(piece[end:])
+        if self._second:
+            for rank, part in enumerate(found):
+                if rank != self._rank:
+                    self._parts[rank].copy_(part)
+            self.summed = True
+        elif self._mine.numel():
+            self._mine.copy_(sum(found[1:], found[0]))
+        self._second = True
+        return torch.cat(messages)
 
 
 class Pending:
