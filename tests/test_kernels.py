@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import secrets
 import threading
@@ -216,9 +217,10 @@ def test_sum_select_of_many_chunks() -> None:
         assert_same(cpu.sum_select(*arguments), reference.sum_select(*arguments))
 
 
+@pytest.mark.parametrize("most", [math.inf, 0.1])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, None])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adam(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
+def test_adam(dtype: torch.dtype, layout: torch.memory_format | None, most: float) -> None:
     """Also where tensors do not lie densely in memory (None)."""
     random = torch.Generator().manual_seed(0)
     shape = (8, 3, 5, 7)
@@ -226,7 +228,7 @@ def test_adam(dtype: torch.dtype, layout: torch.memory_format | None) -> None:
     tensors.append(torch.rand(shape, generator=random, dtype=dtype))
     tensors[1] *= torch.rand(shape, generator=random) < 0.1
     factors = {"sign": -1.0, "grown": 1.01, "least": 0.5, "weight": 0.4, "decay": 0.1}
-    factors |= {"shrink": 0.99, "unbias": 1.1, "eps": 1e-8, "lr": 0.01}
+    factors |= {"shrink": 0.99, "unbias": 1.1, "eps": 1e-8, "lr": 0.01, "most": most}
     results = []
     for kernels in (cpu, reference):
         if layout is None:

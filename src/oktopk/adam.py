@@ -227,39 +227,24 @@ class _SparseAdam(Optimizer):
         """AdamW's step, but the second moment, corrected for its bias, stays as it is."""
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        factors = [
-            _factors(beta2, steps, self.state[p]["exp_avg_sq"].dtype)
-            for p, steps in zip(parameters, self._steps(parameters), strict=True)
-        ]
-        sizes = self._sizes(parameters, factors)
-        for p, own, size in zip(parameters, factors, sizes, strict=True):
+        for p, steps in zip(parameters, self._steps(parameters), strict=True):
+            state = self.state[p]
             assert p.grad is not None
             for_device(p.device).adam(
                 p,
                 p.grad,
-                self.state[p]["exp_avg"],
-                self.state[p]["exp_avg_sq"],
-                sign=(-1 if group["maximize"] else 1) / (size if size > _LARGEST_STEP else 1),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                sign=-1.0 if group["maximize"] else 1.0,
                 weight=1 - min(beta1, _SPARSE_BETA1),
                 decay=0.0 if self._decoupled else decay,
                 shrink=1 - lr * decay if self._decoupled else 1.0,
                 eps=group["eps"],
                 lr=lr,
-                **own,
+                most=_LARGEST_STEP,
+                **_factors(beta2, steps, state["exp_avg_sq"].dtype),
             )
-            self.state[p]["step"] += 1
-
-    def _sizes(self, parameters: list[Tensor], factors: list[dict[str, float]]) -> list[float]:
-        """By how many learning rates a step moves the elements of each parameter: the root of the
-        mean square. Bitwise the same on all ranks, and the devices are asked once for all."""
-        squares = []
-        for p, own in zip(parameters, factors, strict=True):
-            assert p.grad is not None
-            square = for_device(p.device).step_square
-            moment = self.state[p]["exp_avg_sq"]
-            squares.append(square(p.grad, moment, grown=own["grown"], least=own["least"]))
-        found = torch.stack([square.to(parameters[0].device) for square in squares]).tolist()
-        return [math.sqrt(x) / own["unbias"] for x, own in zip(found, factors, strict=True)]
+            state["step"] += 1
 
 
 def _factors(beta2: float, steps: int, dtype: torch.dtype) -> dict[str, float]:

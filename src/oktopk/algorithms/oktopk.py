@@ -160,13 +160,13 @@ def _split(
     rank, low, high = comm.rank, regions[comm.rank], regions[comm.rank + 1]
     kept, ends = _hold_back(comm, offered, ends_of(offered, regions), plan.most)
     point = -1 if comm.transport.point is None else comm.transport.point
-    added = [comm.finite, point]
+    added = [int(comm.finite), point]
     messages, sent = comm.wire.encode_all(kept, ends, rank, added, plan.others)
     received = comm.transport.all_to_all(messages, plan.others, plan.own)
     own = kept[ends[rank - 1] if rank else 0 : ends[rank]]
     entries, stops, notes = comm.decode_all(received, plan.own, [(low, high)] * comm.size, own, 2)
     notes[rank] = added
-    comm.finite = all([finite for finite, _ in notes])
+    comm.finite = all(finite for finite, _ in notes)
     if comm.transport.point is not None:
         comm.transport.check_points([point for _, point in notes])
     region = Region(entries, stops, low, high)
@@ -203,12 +203,12 @@ def _gather(
 ) -> tuple[Entries, Tensor, bool]:
     """Step 5. Returns the selections of all owners, this one's values as all ranks read them, and
     whether any owner found the threshold wrong."""
-    added = [comm.finite, wrong]
+    added = [int(comm.finite), int(wrong)]
     message, rounded = comm.wire.encode_all(mine, [len(mine)], -1, added, [plan.room])
     messages = message.repeat(comm.size - 1)
     received = comm.transport.all_to_all(messages, plan.own, plan.others)
     own, bounds = Entries(mine.indices, rounded), list(pairwise(regions))
     entries, _, notes = comm.decode_all(received, plan.others, bounds, own, 2)
     notes[comm.rank] = added
-    comm.finite = all([finite for finite, _ in notes])
-    return entries, rounded, any([wrong for _, wrong in notes])
+    comm.finite = all(finite for finite, _ in notes)
+    return entries, rounded, any(wrong for _, wrong in notes)

@@ -59,9 +59,10 @@ class Accumulator:
         """residual + gradient after `accumulate`. The algorithm leaves the new residual in it."""
         self.k = k
         self.numel = memory.numel()
+        self.sizes = [part.numel() for part in gradient]
         self._residual, self._clean = residual, clean
         self._comm, self._factor, self._velocity = comm, factor, velocity
-        same_type = all([part.dtype == memory.dtype for part in gradient])
+        same_type = all(part.dtype == memory.dtype for part in gradient)
         self._as_it_is = same_type and factor == 1.0 and velocity is None
         """Whether the gradient needs no change before it is added to the residual."""
         self._overwritten = False
@@ -152,12 +153,11 @@ class Accumulator:
         parts = enumerate(self.gradient)
         return [index for index, part in parts if not bool(torch.isfinite(part).all())]
 
-
     def _prepare(self) -> Tensor:
         """The gradient in one piece, in the residual's type, times the factor, with momentum."""
         prepared = self.values if self._velocity is None else self._velocity.after
-        for here, part in slices(self.gradient):
-            prepared[here].copy_(part)
+        for piece, part in zip(prepared.split(self.sizes), self.gradient, strict=True):
+            piece.copy_(part)
         if self._factor != 1.0:
             prepared.mul_(self._factor)
         if self._velocity is not None:

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ class Reduction:
         point: int | None,
         carrier: Callable[[Rider], None],
     ) -> Attempt:
-        """A dense step in place, summed in the messages of another reduction where that is possible.
+        """A dense step in place, summed in the messages of another reduction if that is possible.
 
         Args:
             carrier: attempts the other reduction, with this rider.
@@ -350,18 +350,18 @@ class Reduction:
             averages = self._round(sums.values / size, scale)
             self._keep(attempt, sums.values, averages, scale, sums.indices)
             attempt.comm.kernels.scatter(acc.out, sums.indices, averages)
-            attempt.applied = _counts(acc.out, sums.indices)
+            attempt.applied = _counts(acc.sizes, sums.indices)
             return
-        attempt.applied = [part.numel() for part in acc.out]
+        attempt.applied = acc.sizes
         if scale == 1.0 and self.dtype == reduced.sums.dtype:
-            for here, part in slices(acc.out):
-                torch.div(reduced.sums[here], size, out=part)
+            for piece, part in zip(reduced.sums.split(acc.sizes), acc.out, strict=True):
+                torch.div(piece, size, out=part)
             self._keep(attempt, reduced.sums, reduced.sums, scale)
             return
         averages = self._round(reduced.sums / size, scale)
         self._keep(attempt, reduced.sums, averages, scale)
-        for here, part in slices(acc.out):
-            part.copy_(averages[here])
+        for piece, part in zip(averages.split(acc.sizes), acc.out, strict=True):
+            part.copy_(piece)
 
     def _round(self, averages: Tensor, scale: float) -> Tensor:
         """Averages in the gradient's type. The residual keeps the part beyond its largest value."""
@@ -483,11 +483,10 @@ def _is_finite(sums: Entries | Tensor) -> bool:
     return math.isfinite(float(sums.sum())) or len(select(sums, math.inf)) == 0
 
 
-def _counts(parts: Sequence[Tensor], indices: Tensor) -> list[int]:
+def _counts(sizes: Sequence[int], indices: Tensor) -> list[int]:
     """How many of the sorted indices are in each part of a vector."""
-    if len(parts) == 1:
+    if len(sizes) == 1:
         return [indices.numel()]
-    stops = [here.stop for here, _ in slices(parts)]
-    cuts = torch.tensor(stops, dtype=indices.dtype, device=indices.device)
+    cuts = torch.tensor([*accumulate(sizes)], dtype=indices.dtype, device=indices.device)
     ends = torch.searchsorted(indices, cuts).tolist()
     return [end - start for start, end in pairwise([0, *ends])]

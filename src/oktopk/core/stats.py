@@ -101,26 +101,21 @@ def together(parts: Sequence[StepStats]) -> StepStats:
     """One step of several buckets as one."""
     first = parts[0]
     sparse = [part for part in parts if part.phase == "sparse"]
-    seconds = {stage: sum(part.seconds[stage] for part in parts) for stage in STAGES}
-
-    def total(name: str) -> int:
-        return sum(getattr(part, name) for part in parts)
-
     return StepStats(
         step=first.step,
         phase="sparse" if sparse else "dense",
-        numel=total("numel"),
-        target=total("target"),
-        selected_local=total("selected_local"),
-        selected_global=total("selected_global"),
-        bytes_sent=total("bytes_sent"),
-        bytes_received=total("bytes_received"),
-        messages=total("messages"),
-        seconds=seconds,
+        numel=sum([part.numel for part in parts]),
+        target=sum([part.target for part in parts]),
+        selected_local=sum([part.selected_local for part in parts]),
+        selected_global=sum([part.selected_global for part in parts]),
+        bytes_sent=sum([part.bytes_sent for part in parts]),
+        bytes_received=sum([part.bytes_received for part in parts]),
+        messages=sum([part.messages for part in parts]),
+        seconds={stage: sum([part.seconds[stage] for part in parts]) for stage in STAGES},
         local_threshold=min((part.local_threshold for part in sparse), default=0.0),
         global_threshold=min((part.global_threshold for part in sparse), default=0.0),
         skipped=first.skipped,
-        overflow=total("overflow"),
+        overflow=sum([part.overflow for part in parts]),
     )
 
 

@@ -12,9 +12,7 @@ from torch import Tensor
 _UNSIGNED: dict[Any, Any] = {np.float32: np.uint32, np.float64: np.uint64}
 _LIMITS: dict[torch.dtype, tuple[Any, ...]] = {
     dtype: (kind, word, float(np.finfo(kind).max), word(np.iinfo(word).max >> 1), kind(math.inf))
-    for dtype, (kind, word) in zip(
-        (torch.float32, torch.float64), _UNSIGNED.items(), strict=True
-    )
+    for dtype, (kind, word) in zip((torch.float32, torch.float64), _UNSIGNED.items(), strict=True)
 }
 """Of each type: its numpy type, that of its bits, its largest number, a mask of all bits but the
 sign, and infinity."""
@@ -37,7 +35,7 @@ def as_unsigned(tensor: Tensor) -> Any:
 def as_flat(tensors: tuple[Tensor, ...]) -> list[Any] | None:
     """Their elements as they lie in memory; None if they do not lie densely, in the same order."""
     first = tensors[0]
-    if first.dtype not in (torch.float32, torch.float64) or len({t.dtype for t in tensors}) > 1:
+    if first.dtype not in _LIMITS or len({t.dtype for t in tensors}) > 1:
         return None
     if all(t.is_contiguous() for t in tensors):
         return [t.detach().numpy().reshape(-1) for t in tensors]

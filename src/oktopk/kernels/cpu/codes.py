@@ -97,7 +97,7 @@ def unpack(
     added: int,
     what: int,
 ) -> tuple[Tensor, Tensor, list[int], list[list[int]]] | None:
-    if form not in _WIDTHS or any([size % 8 for size in sizes]):
+    if form not in _WIDTHS or any(size % 8 for size in sizes):
         return None
     width, ours, ranks = _WIDTHS[form], indices.numel(), len(sizes)
     # A message has fewer entries than room for codes of values. The loop that reads a bitmap needs

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,22 +20,39 @@ def step_square(gradient: Tensor, moment: Tensor, *, grown: float, least: float)
     if vectors is None:
         return reference.step_square(gradient, moment, grown=grown, least=least)
     g, v = vectors
-    bits, (_, mask, _) = as_bits(g), limits(0.0, gradient.dtype)
+    square = _step_square(g, v, gradient.dtype, grown, least)
+    return torch.tensor(square, dtype=torch.float64, device="cpu")
+
+
+def _step_square(g: Any, v: Any, dtype: torch.dtype, grown: float, least: float) -> float:
+    bits, (_, mask, _), kind = as_bits(g), limits(0.0, dtype), g.dtype.type
     most, scale = fixed_point(least, g.size)
-    scalars = [mask, *(g.dtype.type(x) for x in (grown, least)), most, scale]
-    loop = compiled[gradient.dtype, I32]["step_square"]
+    scalars = mask, kind(grown), kind(least), most, scale
+    loop = compiled[dtype, I32]["step_square"]
     sums = parallel(lambda low, high: int(loop(g, bits, v, low, high, *scalars)), g.size)
-    return torch.tensor(sum(sums) / (scale * g.size), dtype=torch.float64, device="cpu")
+    return float(sum(sums) / (scale * g.size))
 
 
 def adam(
-    parameter: Tensor, gradient: Tensor, average: Tensor, moment: Tensor, **factors: float
+    parameter: Tensor,
+    gradient: Tensor,
+    average: Tensor,
+    moment: Tensor,
+    *,
+    most: float = math.inf,
+    **factors: float,
 ) -> None:
     vectors = as_flat((parameter, gradient, average, moment))
     if vectors is None:
-        reference.adam(parameter, gradient, average, moment, **factors)
+        reference.adam(parameter, gradient, average, moment, most=most, **factors)
         return
+    _, g, _, v = vectors
+    dtype, kind = parameter.dtype, g.dtype.type
+    square = _step_square(g, v, dtype, factors["grown"], factors["least"])
+    size = math.sqrt(square) / factors["unbias"]
+    if size > most:
+        factors["sign"] /= size
     names = ("sign", "grown", "least", "weight", "decay", "shrink", "unbias", "eps", "lr")
-    scalars = [vectors[0].dtype.type(factors[name]) for name in names]
-    loop = compiled[parameter.dtype, I32]["adam"]
-    parallel(lambda low, high: loop(*vectors, low, high, *scalars), parameter.numel())
+    scalars = [kind(factors[name]) for name in names]
+    loop = compiled[dtype, I32]["adam"]
+    parallel(lambda low, high: loop(*vectors, low, high, *scalars), g.size)

@@ -25,23 +25,24 @@ def accumulate(
     copy: bool = True,
 ) -> tuple[Tensor, Tensor, list[bool]]:
     r, o, parts = residual.numpy(), out.numpy(), [part.numpy() for part in gradient]
-    stops = list(itertools.accumulate(part.size for part in parts))
+    stops = [*itertools.accumulate([part.size for part in parts])]
     bits, (limit, mask, infinity) = as_bits(o), limits(threshold, out.dtype)
     index = numbers.index_dtype(o.size)
     loop = compiled[out.dtype, index]["accumulate"]
     finite = [True] * len(parts)
 
     def run(low: int, high: int, i: Any, v: Any) -> int:
-        end = low
+        end, aligned, lanes, start = low, alignment(out, 0), 64 // out.itemsize, 0
         for number, (part, stop) in enumerate(zip(parts, stops, strict=True)):
-            start = stop - part.size
-            here = slice(max(low, start), min(high, stop))
-            if here.start < here.stop:
-                g, aligned = part[here.start - start : here.stop - start], alignment(out, here.start)
-                where = (r[here], g, o[here], bits[here], here.start)
-                end, peak = loop(*where, limit, mask, aligned, end, i, v)
+            first, last = low if start < low else start, high if stop > high else stop
+            if first < last:
+                g, here = part[first - start : last - start], slice(first, last)
+                head = aligned if aligned < 0 else (aligned - first) % lanes
+                where = (r[here], g, o[here], bits[here], first)
+                end, peak = loop(*where, limit, mask, head, end, i, v)
                 if peak >= infinity:
                     finite[number] = False
+            start = stop
         return int(end)
 
     indices, values = compact(run, o.size, out.dtype, index, copy)
@@ -146,16 +147,16 @@ def scatter(parts: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
     i, v = indices.numpy(), values.numpy()
     loop = compiled[values.dtype, indices.dtype]["scatter"]
 
-    def write(part: Tensor, start: int) -> None:
-        d = part.numpy()
+    def write(part: Tensor, d: Any, start: int) -> None:
         parallel(
             lambda low, high: loop(d[low:high], start + low, i, v, alignment(part, low)), d.size
         )
 
     start = 0
     for part in parts:
-        write(part, start)
-        start += part.numel()
+        d = part.numpy()
+        write(part, d, start)
+        start += d.size
 
 
 def take_common(dense: Tensor, indices: Tensor, values: Tensor, applied: Tensor) -> None:

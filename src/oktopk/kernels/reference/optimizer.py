@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ def adam(
     unbias: float,
     eps: float,
     lr: float,
+    most: float = math.inf,
 ) -> None:
     """One step of oktopk.AdamW with a sparse average, in place; adam.py explains it.
 
@@ -47,8 +50,12 @@ def adam(
         decay: share of the parameter that is added to the gradient.
         shrink: multiplies the parameter.
         unbias: multiplies the root of the second moment, to correct its bias.
+        most: if the gradient would move elements by more than so many learning rates (the root of
+            the mean square), it is scaled so that it moves them by one.
     """
+    size = step_square(gradient, moment, grown=grown, least=least).sqrt() / unbias
+    scale = sign * torch.where(size > most, 1 / size, 1.0)
     moment.mul_(grown)
     torch.maximum(moment, (gradient * least).square(), out=moment)
-    average.add_(sign * gradient + decay * parameter - average, alpha=weight)
+    average.add_(scale * gradient + decay * parameter - average, alpha=weight)
     parameter.mul_(shrink).addcdiv_(average, moment.sqrt().mul_(unbias).add_(eps), value=-lr)
