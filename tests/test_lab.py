@@ -312,8 +312,11 @@ def test_closed_network_is_gone() -> None:
     with Network(2) as network:
         process = network.start(0, ["sh", "-c", "setsid sleep 1000 & echo started"], stdout=-1)
         process.wait(30)
-        # Three namespaces, files of two hosts, sleep.
-        assert len(left(network.run)) == (6 if there else 7)
+        # Three namespaces, files of two hosts, sleep, which may take a moment to appear.
+        expected, until = 6 if there else 7, time.monotonic() + 30
+        while len(left(network.run)) < expected and time.monotonic() < until:
+            time.sleep(0.1)
+        assert len(left(network.run)) == expected
     assert not left(network.run)
     with contextlib.suppress(ZeroDivisionError), Network(1) as network:
         1 / 0  # noqa: B018
