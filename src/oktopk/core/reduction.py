@@ -8,6 +8,7 @@ writes the other, so committing exchanges them, and taking a step back exchanges
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ _STATE = schema.record(
     }
 )
 _DENSE = Dense()
+_wire_of = functools.cache(Wire)
+"""One wire for each format, as it remembers its codec."""
 
 
 def prepare(algorithm: Algorithm, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -263,7 +266,7 @@ class Reduction:
         """At density 1 values travel unrounded: the result is to be the dense average."""
         exact = "float32" if self.residual.dtype == torch.float32 else "plain"
         form = exact if k == self.numel else algorithm.wire
-        return Wire(form, numbers.index_dtype(self.numel), self.residual.dtype)
+        return _wire_of(form, numbers.index_dtype(self.numel), self.residual.dtype)
 
     def commit(self, attempt: Attempt) -> None:
         """Take over the residual, velocity and state of a step; `discard` takes it back."""
