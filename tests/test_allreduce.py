@@ -17,7 +17,7 @@ import oktopk
 from gradients import PATTERNS, drifting, drifting_on
 from oktopk.algorithms.exchange import balance
 from oktopk.core.comm import Comm
-from oktopk.core.transport import Transport
+from oktopk.core.transport import Rider, Transport
 from oktopk.wire.message import Entries, Wire
 from old_states import old_vector
 from ranks import Rank, Ranks
@@ -331,6 +331,46 @@ def test_exchange_rotates_and_starts_at_once(ranks: Ranks, in_flight: int) -> No
         sources = [(rank - s) % 5 for s in range(1, 5)]
         expected = [s for s in sources if not (s == 0 and rank == 1)]
         assert received == [(source, [source] * (source + rank)) for source in expected]
+
+
+def ridden(rank: Rank, numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """Two all-to-alls, of other sizes for each pair of ranks, with a rider; and one without."""
+    transport = Transport(rank.group)
+    vector = torch.arange(numel, dtype=dtype) * (rank.rank + 1)
+    transport.rider = rider = Rider(vector, rank.rank, rank.size)
+
+    def size(source: int, target: int) -> int:
+        return 0 if source == target else 8 * (source + 2 * target)
+
+    sent, messages = 0, []
+    for trip in range(3):
+        assert rider.summed is (trip == 2)
+        going = [size(rank.rank, target) for target in range(rank.size)]
+        coming = [size(source, rank.rank) for source in range(rank.size)]
+        bodies = [
+            torch.full((n,), rank.rank + 10 * t, dtype=torch.uint8) for t, n in enumerate(going)
+        ]
+        received = transport.all_to_all(torch.cat(bodies), going, coming)
+        expected = [
+            torch.full((n,), s + 10 * rank.rank, dtype=torch.uint8) for s, n in enumerate(coming)
+        ]
+        assert torch.equal(received, torch.cat(expected))
+        sent += sum(going)
+        messages.append(transport.messages)
+    assert messages == [1, 2, 3]
+    return [vector, torch.tensor(transport.bytes_sent - sent)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [1, 2, 1000])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_vector_rides_along(ranks: Ranks, size: int, numel: int, dtype: torch.dtype) -> None:
+    """It is summed, other messages are as they were, and it costs the bytes of an allreduce."""
+    results = ranks.run(size, ridden, numel, dtype)
+    for vector, _ in results:
+        assert torch.equal(vector, torch.arange(numel, dtype=dtype) * sum(range(1, size + 1)))
+    total = sum(int(sent) for _, sent in results)
+    assert total == 2 * (size - 1) * numel * dtype.itemsize
 
 
 def balanced(rank: Rank, counts: list[int]) -> tuple[Tensor, int, int]:

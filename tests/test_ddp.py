@@ -19,6 +19,7 @@ from models import (
     SMALL,
     assert_conserved,
     attached,
+    batch,
     gradients,
     local_gradient,
     logged,
@@ -204,6 +205,43 @@ def test_stats_add_up(ranks: Ranks) -> None:
         assert 0 < sum(stats.totals.seconds.values()) <= stats.busy
         assert stats.as_dict()["totals"]["compression_ratio"] == stats.totals.compression_ratio
         assert "MB sent" in str(stats)
+
+
+def small_ones(rank: Rank, name: str, dtype: torch.dtype) -> tuple[set[int], Tensor, Tensor]:
+    """Messages of sparse steps besides two for each large bucket, the small parameters' averages,
+    and the error in them."""
+    seen: list[oktopk.StepStats] = []
+    model, handle = attached(
+        rank, oktopk.algorithm(name, density=0.05), net().to(dtype), dense_below=1000
+    )
+    handle.subscribe(seen.append)
+    small = {n: p for n, p in model.module.named_parameters() if p.numel() < 1000}
+    for step in range(4):
+        model.zero_grad()
+        inputs, targets = batch(step, rank.rank)
+        nn.functional.cross_entropy(model(inputs.to(dtype)), targets).backward()
+    own = net().to(dtype)
+    grads = []
+    for other in range(rank.size):
+        inputs, targets = batch(3, other)
+        loss = nn.functional.cross_entropy(own(inputs.to(dtype)), targets)
+        found = torch.autograd.grad(loss, [dict(own.named_parameters())[n] for n in small])
+        grads.append(torch.cat([g.flatten() for g in found]).double())
+    average = torch.cat([p.grad.flatten() for p in small.values() if p.grad is not None])
+    error = (average.double() - torch.stack(grads).mean(0)).abs().max()
+    large = len(handle.stats().buckets) - 1
+    return {stats.messages - 2 * large for stats in seen[2:]}, average, error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["oktopk", "topka"])
+def test_small_parameters_ride_along(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
+    """In Ok-Topk's two exchanges. Where there are none, they have an allreduce of their own."""
+    results = ranks.run(3, small_ones, name, dtype)
+    for messages, average, error in results:
+        assert (messages == {1}) is (name == "oktopk"), messages  # that in which ranks meet
+        assert error < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert torch.equal(average, results[0][1])
 
 
 def sparse_at_once(rank: Rank) -> list[str]:
