@@ -92,6 +92,7 @@ VARIANTS = {
     "local": Variant(refresh=256, local=True),
     "plain": Variant(refresh=256, wire="plain"),
     "bfloat16": Variant(refresh=256, wire="bfloat16"),
+    "int4": Variant(refresh=256, wire="int4"),
     "sizes": Variant(refresh=256, variable=True),
     "plain sizes": Variant(refresh=256, variable=True, wire="plain"),
     "warm 2": Variant(warmup=2),

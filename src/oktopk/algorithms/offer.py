@@ -30,14 +30,14 @@ def offer(acc: Accumulator, comm: Comm, carried: Carried, exact: bool) -> Offer:
     3. The k largest candidates are the offer.
     """
     threshold = 0.0 if acc.k == acc.numel else carried.value
-    wanted = aim(acc.k, acc.numel)
+    wanted, dtype = aim(acc.k, acc.numel), acc.values.dtype
     entries, found, limit, about = acc.offer(threshold, wanted)
     if found > acc.k:
-        right = about if found >= wanted else lowered(threshold, found, wanted)
-        return Offer(entries, limit, carried.after(right))
+        right = about if found >= wanted else lowered(threshold, found, wanted, dtype)
+        return Offer(entries, limit, carried.after(right, dtype))
     with comm.time("select"):
         if found < (acc.k if exact else (1 - TOLERANCE) * acc.k) and threshold > 0:
             threshold, _ = kth_largest(acc.values, wanted)
             entries = select(acc.values, threshold)
         entries, threshold, right = keep_from(entries, threshold, acc.k, wanted)
-    return Offer(entries, threshold, carried.after(right))
+    return Offer(entries, threshold, carried.after(right, dtype))

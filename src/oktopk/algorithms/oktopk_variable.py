@@ -114,7 +114,7 @@ class OkTopkVariable(Algorithm[OkTopkState]):
         reduced = Reduced(
             applied, acc.values, len(offered.entries), offered.threshold, global_threshold
         )
-        total = state.total.after(right)
+        total = state.total.after(right, acc.values.dtype)
         return reduced, OkTopkState(state.steps + 1, offered.carried, total, regions)
 
     def words(self, numel: int, size: int) -> float:

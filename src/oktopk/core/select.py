@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import for_device
-from ..kernels.numbers import LEADING_BITS, from_bits
+from ..kernels import control, for_device, numbers
+from ..kernels.numbers import LEADING_BITS, from_bits, threshold_bits
 from ..wire.message import Entries
 
 TOLERANCE = 0.1
@@ -23,44 +23,44 @@ TOLERANCE = 0.1
 AIM = 1.2
 """A carried threshold aims at AIM * k candidates. Too many are cheap: the k largest are among
 them, so the exact ones are picked from a short list. Too few cost another pass."""
-_SHORT = 0.05
-"""Exponent that lowers a threshold which selected fewer than it aimed at."""
-_TREND = 0.7
-"""Weight of the newest observation in a threshold's trend."""
-TREND_LIMIT = 0.5
+TREND_LIMIT = control.TREND_LIMIT / 256
 """Largest trend, either way."""
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A threshold carried from step to step, and the trend that it follows.
-
-    With error feedback most values wait just below the threshold, so a threshold that is 2 %
-    off can select 50 % too many; and it moves, as residuals and gradients grow and shrink. A
-    forecast with a trend (Holt's) follows it; benchmarks/thresholds.py compares.
-    """
+    """A threshold carried from step to step, and the trend that it follows."""
 
     value: float = math.inf
     """Threshold to try in the next step."""
     trend: float = 0.0
-    """Expected change per step, as a logarithm."""
+    """Expected change per step, in octaves."""
 
-    def after(self, right: float) -> Carried:
-        """The forecast after a step for which `right` would have been the right threshold."""
-        if not 0 < right < math.inf or not 0 < self.value < math.inf:
-            return Carried(right)
-        surprise = _limited(math.log(right) - math.log(self.value))
-        trend = _limited(self.trend + _TREND * surprise)
-        return Carried(right * math.exp(trend), trend)
+    def after(self, right: float, dtype: torch.dtype) -> Carried:
+        """The forecast after a step for which `right` would have been the right threshold.
+
+        Args:
+            dtype: of the values that it is compared with.
+        """
+        before = self.bits(dtype)
+        octave, infinity = numbers.octave(dtype), numbers.infinity(dtype)
+        return Carried.of(
+            control.forecast(threshold_bits(right, dtype), *before, octave, infinity), dtype
+        )
+
+    def bits(self, dtype: torch.dtype) -> tuple[int, int]:
+        """The threshold and its trend, as `control.forecast` takes them."""
+        return threshold_bits(self.value, dtype), round(self.trend * numbers.octave(dtype))
+
+    @staticmethod
+    def of(bits: tuple[int, int], dtype: torch.dtype) -> Carried:
+        """What `bits` gave."""
+        value, trend = bits
+        return Carried(from_bits(value, dtype), trend / numbers.octave(dtype))
 
 
 NO_THRESHOLD = Carried()
 """Before the first sparse step."""
-
-
-def _limited(change: float) -> float:
-    """One leap must not lead the forecast astray for long."""
-    return max(-TREND_LIMIT, min(TREND_LIMIT, change))
 
 
 def aim(k: int, numel: int) -> int:
@@ -80,17 +80,22 @@ def keep_from(
     """
     count = len(candidates)
     if count <= k:
-        right = lowered(threshold, count, wanted)
+        right = lowered(threshold, count, wanted, candidates.values.dtype)
         if count >= wanted:
             right, _ = kth_largest(candidates.values, wanted)
         return candidates, threshold, right
     kept, limit, about = _keep_largest(candidates, k, wanted)
-    return kept, limit, about if count >= wanted else lowered(threshold, count, wanted)
+    if count < wanted:
+        about = lowered(threshold, count, wanted, candidates.values.dtype)
+    return kept, limit, about
 
 
-def lowered(threshold: float, count: int, wanted: int) -> float:
+def lowered(threshold: float, count: int, wanted: int, dtype: torch.dtype) -> float:
     """The threshold to try after one that has found `count` candidates, fewer than wanted."""
-    return threshold * float((max(1, count) / wanted) ** _SHORT)
+    if not 0 < threshold < math.inf:
+        return threshold
+    few, many = numbers.logarithm(max(1, count), dtype), numbers.logarithm(wanted, dtype)
+    return from_bits(control.lowered(threshold_bits(threshold, dtype), few, many), dtype)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .reference import codes, optimizer, selection
+from .reference.step import Step
 
 
 class Kernels:
@@ -26,6 +27,9 @@ class Kernels:
     @staticmethod
     def prepare(dtype: torch.dtype, numel: int) -> None:
         """Do now what would make the first calls slow, for vectors of `numel` values."""
+
+    Step: type[Step] = Step
+    """The phases of a fixed-size step; see `reference/step.py`."""
 
     accumulate = staticmethod(selection.accumulate)
     offer = staticmethod(selection.offer)

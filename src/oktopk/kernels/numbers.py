@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,11 @@ LEADING_BITS = 13
 MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 """Odd factors of the checksum: one for places, and those of MurmurHash3 for words."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_MANTISSA = {torch.float32: 23, torch.float64: 52}
+_FORMS = {
+    torch.float32: (struct.Struct("=i"), struct.Struct("=f")),
+    torch.float64: (struct.Struct("=q"), struct.Struct("=d")),
+}
 
 
 def index_dtype(numel: int) -> torch.dtype:
@@ -39,7 +46,23 @@ def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
 
 def from_bits(bits: int, dtype: torch.dtype) -> float:
     """The number whose magnitude has these bits."""
-    return float(torch.tensor(bits, dtype=_BITS[dtype], device="cpu").view(dtype))
+    whole, real = _FORMS[dtype]
+    return float(real.unpack(whole.pack(bits))[0])
+
+
+def octave(dtype: torch.dtype) -> int:
+    """How much larger the bits of twice a number are than its own."""
+    return 1 << _MANTISSA[dtype]
+
+
+def infinity(dtype: torch.dtype) -> int:
+    """The bits of infinity: as a threshold, there is none yet."""
+    return (1 << (8 * dtype.itemsize - 1)) - octave(dtype)
+
+
+def logarithm(count: int, dtype: torch.dtype) -> int:
+    """The bits of a count as a float: about its logarithm, in units of 1 / octave."""
+    return threshold_bits(float(count), dtype)
 
 
 def leading_shift(dtype: torch.dtype) -> int:
@@ -49,19 +72,6 @@ def leading_shift(dtype: torch.dtype) -> int:
     enough for the nearest cache.
     """
     return dtype.itemsize * 8 - 1 - LEADING_BITS
-
-
-def spread_evenly(digit: int, above: int, inside: int, rank: int, dtype: torch.dtype) -> float:
-    """The magnitude of a rank, if the magnitudes of one leading digit are evenly spread.
-
-    Args:
-        digit: the leading digit of the magnitude that has this rank, counted from the largest.
-        above: how many magnitudes have a larger leading digit.
-        inside: how many have this one.
-    """
-    shift = leading_shift(dtype)
-    offset = (1 << shift) * (inside - (rank - above)) // inside
-    return from_bits((digit << shift) + offset, dtype)
 
 
 def fixed_point(least: float, numel: int) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import numbers
+from ..control import spread_evenly
 from ..reference import selection as reference
 from .arrays import alignment, as_bits, limits
 from .compiling import I32, compiled
@@ -114,7 +115,10 @@ def keep_largest(
     count, limit, digit, above, inside = loop(
         i, v, bits, mask, shift, k, wanted, kept_indices.numpy(), kept_values.numpy()
     )
-    about = numbers.spread_evenly(int(digit), above, inside, wanted, dtype) if inside else 0.0
+    about = 0.0
+    if inside:
+        bits_of = spread_evenly(int(digit), above, inside, wanted, int(shift))
+        about = numbers.from_bits(bits_of, dtype)
     threshold = float(bits.dtype.type(limit).view(v.dtype))
     return kept_indices[:count], kept_values[:count], threshold, about
 

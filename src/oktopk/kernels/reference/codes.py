@@ -124,13 +124,18 @@ def checksum(words: Tensor) -> int:
     to one word is always seen, and changes to several do not cancel each other. The fourth word
     does not count: a message keeps its checksum there.
     """
+    return int(mixed(words).sum())
+
+
+def mixed(words: Tensor) -> Tensor:
+    """The terms of the checksum."""
     place, first, second = (number - (number >> 63 << 64) for number in MIX)  # as signed numbers
-    mixed = words ^ (torch.arange(words.numel(), device=words.device) * place)
-    mixed = (mixed ^ _upper_half(mixed)) * first
-    mixed = (mixed ^ _upper_half(mixed)) * second
-    mixed ^= _upper_half(mixed)
-    mixed[3:4] = 0
-    return int(mixed.sum())
+    terms = words ^ (torch.arange(words.numel(), device=words.device) * place)
+    terms = (terms ^ _upper_half(terms)) * first
+    terms = (terms ^ _upper_half(terms)) * second
+    terms ^= _upper_half(terms)
+    terms[3:4] = 0
+    return terms
 
 
 def _upper_half(words: Tensor) -> Tensor:

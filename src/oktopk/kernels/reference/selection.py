@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import numbers
+from ..control import spread_evenly
 from ..numbers import magnitude, threshold_bits
 
 
@@ -100,7 +101,10 @@ def keep_largest(
         digits = bits >> numbers.leading_shift(values.dtype)
         digit = int(ordered[wanted - 1]) >> numbers.leading_shift(values.dtype)
         above, inside = int((digits > digit).sum()), int((digits == digit).sum())
-        about = numbers.spread_evenly(digit, above, inside, wanted, values.dtype)
+        shift = numbers.leading_shift(values.dtype)
+        about = numbers.from_bits(
+            spread_evenly(digit, above, inside, wanted, shift), values.dtype
+        )
     return *keep(indices, values, threshold, ties), threshold, about
 
 
