@@ -78,7 +78,7 @@ class Rule:
             candidates = select(values, threshold)
         if self.name == "forecast":
             _, taken, right = keep_from(candidates, threshold, self.k, self.aim)
-            self.carried = self.carried.after(right)
+            self.carried = self.carried.after(right, values.dtype)
             return taken
         change = (len(candidates) / self.k) ** 0.1 if self.name == "corrected" else 1.0
         self.carried = Carried(threshold * change)

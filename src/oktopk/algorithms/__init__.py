@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from .base import Algorithm, Reduced, State
+from .base import Algorithm, Reduced, State, Written
 from .dense import Dense
 from .gaussiank import Gaussiank
 from .gtopk import GTopk
@@ -27,6 +27,7 @@ __all__ = [
     "State",
     "TopkA",
     "TopkDSA",
+    "Written",
     "algorithm",
     "names",
     "register",

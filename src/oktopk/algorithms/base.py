@@ -103,6 +103,23 @@ class Reduced:
     """Entries that this rank held back because a message had no room for them."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """The result of a reduction that has written averages and the new residual itself.
+
+    Averages are in `acc.out`, the residual is in `acc.values`. If `comm.finite` is False, neither
+    is looked at.
+    """
+
+    applied: tuple[int, ...]
+    """Entries applied in each part of the vector."""
+    offered: int
+    local_threshold: float
+    global_threshold: float
+    overflow: int
+    """These four are as in `Reduced`."""
+
+
 S = TypeVar("S", bound=State, default=Any)
 
 
@@ -155,7 +172,7 @@ class Algorithm(ABC, Generic[S]):
         """The state before the first sparse step."""
 
     @abstractmethod
-    def reduce(self, state: S, acc: Accumulator, comm: Comm) -> tuple[Reduced, S]:
+    def reduce(self, state: S, acc: Accumulator, comm: Comm) -> tuple[Reduced | Written, S]:
         """Sum over ranks the entries that this step applies, or all elements.
 
         Args:

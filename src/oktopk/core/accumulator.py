@@ -8,65 +8,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..kernels import Step
+from ..kernels.plan import Plan, Vectors
 from ..wire.message import Entries
 from .comm import Comm
 from .select import smallest
 
 
-@dataclass(frozen=True)
-class Velocity:
-    """DGC's momentum correction: each rank accumulates velocities, not gradients."""
+class Steps:
+    """Memory for the fixed-size steps of one vector. It is made anew when sizes change."""
 
-    factor: float
-    before: Tensor
-    after: Tensor
+    def __init__(self) -> None:
+        self._last: Step | None = None
+
+    def of(self, plan: Plan, values: Tensor, kind: type[Step]) -> Step:
+        if self._last is None or self._last.plan != plan:
+            self._last = kind(plan, values.dtype, values.device)
+        return self._last
 
 
 class Accumulator:
     """The vector that an algorithm selects from.
 
     Args:
-        gradient: flat parts that together form the vector.
-        out: where the average goes: parts of the same sizes, or the same parts.
-        residual: this rank's error feedback before the step.
+        vectors: of this rank: its gradient, its residual, and where the average goes.
         clean: whether the residual is known to be all zeros.
-        memory: where residual + gradient goes.
         k: the number of entries to apply.
         comm: the other ranks; it is told whether this rank's values are finite.
-        factor: multiplies the gradient when it enters.
+        steps: memory for fixed-size steps.
     """
 
     def __init__(
-        self,
-        gradient: Sequence[Tensor],
-        out: Sequence[Tensor],
-        residual: Tensor,
-        clean: bool,
-        memory: Tensor,
-        k: int,
-        comm: Comm,
-        factor: float = 1.0,
-        velocity: Velocity | None = None,
+        self, vectors: Vectors, clean: bool, k: int, comm: Comm, steps: Steps | None = None
     ) -> None:
-        self.gradient = gradient
-        self.out = out
-        self.values = memory
+        self.vectors = vectors
+        self.gradient = vectors.gradient
+        self.out = vectors.out
+        self.values = vectors.values
         """residual + gradient after `accumulate`. The algorithm leaves the new residual in it."""
+        self.scale = vectors.scale
         self.k = k
-        self.numel = memory.numel()
-        self.sizes = [part.numel() for part in gradient]
-        self._residual, self._clean = residual, clean
-        self._comm, self._factor, self._velocity = comm, factor, velocity
-        same_type = all(part.dtype == memory.dtype for part in gradient)
-        self._as_it_is = same_type and factor == 1.0 and velocity is None
+        self.numel = self.values.numel()
+        self.sizes = tuple([part.numel() for part in self.gradient])
+        self._clean, self._comm, self._steps = clean, comm, steps or Steps()
+        same_type = self.gradient[0].dtype == self.values.dtype
+        self._as_it_is = same_type and vectors.factor == 1.0 and vectors.velocity is None
         """Whether the gradient needs no change before it is added to the residual."""
         self._overwritten = False
         self._bad_parts: list[int] | None = None
+
+    def step(self, plan: Plan) -> Step:
+        """The memory and the phases of a fixed-size step."""
+        return self._steps.of(plan, self.values, self._comm.kernels.Step)
 
     def accumulate(self, threshold: float) -> Entries:
         """values = residual + gradient; return its entries that reach the threshold."""
@@ -74,7 +71,7 @@ class Accumulator:
             threshold = max(threshold, smallest(self.values.dtype))
             parts = self.gradient if self._as_it_is else [self._prepare()]
             indices, values, finite = self._comm.kernels.accumulate(
-                self._residual, parts, self.values, threshold
+                self.vectors.residual, parts, self.values, threshold
             )
             self._note(finite)
         return Entries(indices, values)
@@ -91,7 +88,7 @@ class Accumulator:
             threshold = max(threshold, smallest(self.values.dtype))
             parts = self.gradient if self._as_it_is else [self._prepare()]
             indices, values, finite, found, limit, about = self._comm.kernels.offer(
-                self._residual, parts, self.values, threshold, self.k, wanted
+                self.vectors.residual, parts, self.values, threshold, self.k, wanted
             )
             self._note(finite)
         return Entries(indices, values), found, limit, about
@@ -117,7 +114,7 @@ class Accumulator:
                 return self.out[0].copy_(self.gradient[0])
             prepared = self._prepare()
             # Velocities must not be summed in place: the next step needs them.
-            return prepared if self._velocity is None else self.values.copy_(prepared)
+            return prepared if self.vectors.velocity is None else self.values.copy_(prepared)
 
     def clear(self, offered: Entries, applied: Entries) -> None:
         """Forget the entries that this rank offered and all ranks applied; the rest is kept.
@@ -128,8 +125,8 @@ class Accumulator:
         with self._comm.time("apply"):
             take = self._comm.kernels.take_common
             take(self.values, offered.indices, offered.values, applied.indices)
-            if self._velocity is not None:  # factor masking: applied entries lose their momentum
-                velocity = self._velocity.after
+            velocity = self.vectors.velocity_after
+            if velocity is not None:  # factor masking: applied entries lose their momentum
                 take(velocity, offered.indices, velocity[offered.indices], applied.indices)
 
     def keep_rounding(self, exact: Entries, sent: Tensor, applied: Entries) -> None:
@@ -155,13 +152,14 @@ class Accumulator:
 
     def _prepare(self) -> Tensor:
         """The gradient in one piece, in the residual's type, times the factor, with momentum."""
-        prepared = self.values if self._velocity is None else self._velocity.after
-        for piece, part in zip(prepared.split(self.sizes), self.gradient, strict=True):
+        vectors = self.vectors
+        prepared = self.values if vectors.velocity_after is None else vectors.velocity_after
+        for piece, part in zip(prepared.split(list(self.sizes)), self.gradient, strict=True):
             piece.copy_(part)
-        if self._factor != 1.0:
-            prepared.mul_(self._factor)
-        if self._velocity is not None:
-            prepared.add_(self._velocity.before, alpha=self._velocity.factor)
+        if vectors.factor != 1.0:
+            prepared.mul_(vectors.factor)
+        if vectors.velocity is not None:
+            prepared.add_(vectors.velocity, alpha=vectors.momentum)
         return prepared
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 
 from torch import Tensor
 
 from ..kernels import for_device
-from ..wire.message import DamagedMessageError, Entries, Wire, concatenate
+from ..kernels.plan import Record
+from ..wire.message import DamagedMessageError, Entries, Wire
 from .stats import Stopwatch
-from .transport import PeerError, Transport
+from .transport import PeerError, Rider, Transport
 
 
 class Comm:
@@ -26,18 +26,27 @@ class Comm:
         transport: the process group.
         wire: how entries travel.
         numel: number of elements of the vector.
+        rider: a vector of other elements, to be summed on the way if that is possible.
     """
 
-    def __init__(self, transport: Transport, wire: Wire, numel: int) -> None:
+    def __init__(
+        self, transport: Transport, wire: Wire, numel: int, rider: Rider | None = None
+    ) -> None:
         self.transport = transport
         self.rank, self.size, self.device = transport.rank, transport.size, transport.device
         self.wire = wire
         self.numel = numel
+        self.rider = rider
         self.kernels = for_device(transport.device)
         self.time = Stopwatch()
         self.finite = True
         """Whether all values are finite: on this rank at first, on all ranks at the end. A NaN does
         no harm before the step is committed."""
+
+    @property
+    def point(self) -> int:
+        """This rank's program point, to travel with messages; see `Transport.point`."""
+        return -1 if self.transport.point is None else self.transport.point
 
     def check(self, sums: Entries) -> None:
         """Notice finite values with an infinite sum, before a wire format rounds the sum."""
@@ -90,35 +99,21 @@ class Comm:
             raise self.damaged(source, "it has a NaN or Inf, but its sender reported none")
         return entries, numbers
 
-    def decode_all(
-        self,
-        messages: Tensor,
-        sizes: Sequence[int],
-        bounds: Sequence[tuple[int, int]],
-        own: Entries,
-        added: int,
-    ) -> tuple[Entries, list[int], list[list[int]]]:
-        """`decode` of a message of each other rank: all entries in rank order, those of this rank
-        among them, where those of each rank end, and the added numbers. See `Wire.decode_all`."""
-        decoded = self.wire.decode_all(messages, sizes, bounds, self.rank, own, added)
-        if decoded is not None and self.wire.always_finite:
-            return decoded
-        parts, numbers = [], []
-        for source, (message, (low, high)) in enumerate(
-            zip(messages.split(list(sizes)), bounds, strict=True)
-        ):
-            if source == self.rank:
-                part, row = own, [0] * added
-            else:
-                part, row = self.decode(message, source, low, high, added)
-            parts.append(part)
-            numbers.append(row)
-        return concatenate(parts), list(accumulate(map(len, parts))), numbers
+    def check_record(self, record: Record) -> None:
+        """Fail if a step's messages were damaged, or if ranks are not at one point of the program.
+        Take over whether all values are finite."""
+        if self.transport.point is not None:
+            self.transport.check_points(record.points)
+        if record.damaged:
+            receiver, source = divmod(record.damaged - 1, self.size)
+            raise self.damaged(source, "it is no message of this step", receiver)
+        self.finite = record.finite
 
-    def damaged(self, source: int, why: str) -> PeerError:
+    def damaged(self, source: int, why: str, receiver: int | None = None) -> PeerError:
         """The error to raise for a message that cannot be right."""
+        to = "" if receiver in (None, self.rank) else f" to rank {receiver}"
         return PeerError(
-            f"rank {self.rank} of {self.size}: a message from rank {source} is damaged: {why}. "
+            f"rank {self.rank} of {self.size}: a message from rank {source}{to} is damaged: {why}. "
             "Nothing was applied on this rank. Look for a faulty link or faulty memory, make sure "
             "that all ranks run the same version, and restart all from the last checkpoint"
         )

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..algorithms import Algorithm, Dense, Reduced, State
+from ..algorithms import Algorithm, Dense, Reduced, State, Written
 from ..kernels import for_device, numbers
+from ..kernels.plan import Vectors
 from ..wire.message import Entries, Wire
 from . import schema
-from .accumulator import Accumulator, Velocity, slices
+from .accumulator import Accumulator, Steps, slices
 from .comm import Comm
 from .select import select
 from .stats import StepStats
@@ -82,19 +83,19 @@ class Attempt:
 
     acc: Accumulator
     comm: Comm
-    reduced: Reduced
+    reduced: Reduced | Written
     state: State
     """The algorithm's, after this step."""
     finite: bool
     """Whether all values are finite; the same on all ranks."""
     clean: bool = False
     """Whether nothing is left in the residual."""
-    applied: list[int] = field(default_factory=list)
+    applied: Sequence[int] = ()
     """Entries applied in each part, where the values are finite."""
 
     @property
     def sparse(self) -> bool:
-        return isinstance(self.reduced.sums, Entries)
+        return isinstance(self.reduced, Written) or isinstance(self.reduced.sums, Entries)
 
 
 class Reduction:
@@ -133,6 +134,7 @@ class Reduction:
         """This rank's velocity, empty without momentum. Clone it to keep it."""
         self._spare_residual = torch.empty_like(self.residual)
         self._spare_velocity = torch.empty_like(self.velocity)
+        self._steps = Steps()
         self._now = Progress(state=algorithm.init())
         self._before: _Before | None = None
         prepare(algorithm, numel, dtype, self.device)
@@ -179,14 +181,10 @@ class Reduction:
         """
         dense = self.dense
         algorithm, state = (_DENSE, State()) if dense else (self.algorithm, self._now.state)
-        acc, comm = self._begin(algorithm, gradient, out, factor, point)
-        self._transport.rider = rider
-        try:
-            reduced, after = algorithm.reduce(state, acc, comm)
-        finally:
-            self._transport.rider = None
+        acc, comm = self._begin(algorithm, gradient, out, factor, scale, point, rider)
+        reduced, after = algorithm.reduce(state, acc, comm)
         self._check(algorithm, reduced, state, after)
-        return self._end(acc, comm, reduced, self._now.state if dense else after, scale)
+        return self._end(acc, comm, reduced, self._now.state if dense else after)
 
     def attempt_on_the_way(
         self,
@@ -201,15 +199,15 @@ class Reduction:
         Args:
             carrier: attempts the other reduction, with this rider.
         """
-        acc, comm = self._begin(_DENSE, gradient, gradient, factor, point)
+        acc, comm = self._begin(_DENSE, gradient, gradient, factor, scale, point)
         sums = acc.merge()
-        rider = Rider(sums, self._transport.rank, self._transport.size)
+        rider = Rider(sums, self._transport.size)
         carrier(rider)
         if not rider.summed:
             with comm.time("reduce"):
                 self._transport.all_reduce(sums)
         reduced = Reduced(sums, residual=None, offered=acc.numel)
-        return self._end(acc, comm, reduced, self._now.state, scale)
+        return self._end(acc, comm, reduced, self._now.state)
 
     def _begin(
         self,
@@ -217,39 +215,42 @@ class Reduction:
         gradient: Sequence[Tensor],
         out: Sequence[Tensor],
         factor: float,
+        scale: float,
         point: int | None,
+        rider: Rider | None = None,
     ) -> tuple[Accumulator, Comm]:
         k = algorithm.target(self.numel, self._now.taken)
         self._before = None  # the spare copies are written to from here on
         self._transport.reset()
         self._transport.point = point
-        comm = Comm(self._transport, self._wire(algorithm, k), self.numel)
-        acc = Accumulator(
-            gradient, out, self.residual, self._now.clean, self._spare_residual, k, comm, factor,
-            Velocity(self.momentum, self.velocity, self._spare_velocity) if self.momentum else None,
+        comm = Comm(self._transport, self._wire(algorithm, k), self.numel, rider)
+        with_velocity = (self.momentum, self.velocity, self._spare_velocity)
+        vectors = Vectors(
+            gradient, out, self.residual, self._spare_residual, factor, scale,
+            *(with_velocity if self.momentum else ()),
         )  # fmt: skip
+        acc = Accumulator(vectors, self._now.clean, k, comm, self._steps)
         return acc, comm
 
     def _end(
-        self, acc: Accumulator, comm: Comm, reduced: Reduced, state: State, scale: float
+        self, acc: Accumulator, comm: Comm, reduced: Reduced | Written, state: State
     ) -> Attempt:
+        if isinstance(reduced, Written):
+            return Attempt(acc, comm, reduced, state, comm.finite, applied=reduced.applied)
         # Finite values may have an infinite sum: the same on every rank.
         finite = comm.finite and _is_finite(reduced.sums)
         attempt = Attempt(acc, comm, reduced, state, finite)
         if finite:
             with comm.time("apply"):
-                self._write(attempt, scale)
+                self._write(attempt, reduced)
         return attempt
 
-    def _check(self, algorithm: Algorithm, reduced: Reduced, before: State, after: State) -> None:
+    def _check(
+        self, algorithm: Algorithm, reduced: Reduced | Written, before: State, after: State
+    ) -> None:
         """Refuse results that would become a wrong average, or a state that cannot be saved."""
-        sums, name = reduced.sums, type(algorithm).__name__
-        values = sums.values if isinstance(sums, Entries) else sums
-        count = len(sums) if isinstance(sums, Entries) else self.numel
-        vectors = [("sums", values, count), ("residual", reduced.residual, self.numel)]
-        for what, vector, size in vectors:
-            if vector is None:
-                continue
+        name = type(algorithm).__name__
+        for what, vector, size in [] if isinstance(reduced, Written) else self._vectors(reduced):
             if (vector.shape, vector.dtype) != ((size,), self.residual.dtype):
                 raise TypeError(
                     f"{name}.reduce returned {what} of shape {tuple(vector.shape)} and "
@@ -261,6 +262,16 @@ class Reduction:
                 f"{name}.reduce returned a state of type {type(after).__name__}, but must return "
                 f"one of type {type(before).__name__}, as init() does"
             )
+
+    def _vectors(self, reduced: Reduced) -> Iterator[tuple[str, Tensor, int]]:
+        """The vectors of a result, and how many elements each must have."""
+        sums = reduced.sums
+        if isinstance(sums, Entries):
+            yield "sums", sums.values, len(sums)
+        else:
+            yield "sums", sums, self.numel
+        if reduced.residual is not None:
+            yield "residual", reduced.residual, self.numel
 
     def _wire(self, algorithm: Algorithm, k: int) -> Wire:
         """At density 1 values travel unrounded: the result is to be the dense average."""
@@ -344,26 +355,26 @@ class Reduction:
         self._now = dataclasses.replace(self._now, clean=False)
         applied.zero_()
 
-    def _write(self, attempt: Attempt, scale: float) -> None:
+    def _write(self, attempt: Attempt, reduced: Reduced) -> None:
         """Write averages to `out`, and complete the new residual."""
-        reduced, acc, size = attempt.reduced, attempt.acc, self._transport.size
+        acc, size = attempt.acc, self._transport.size
         attempt.clean = reduced.residual is None and self.dtype == acc.values.dtype
         if isinstance(reduced.sums, Entries):
             sums = reduced.sums
-            averages = self._round(sums.values / size, scale)
-            self._keep(attempt, sums.values, averages, scale, sums.indices)
+            averages = self._round(sums.values / size, acc.scale)
+            self._keep(acc, reduced, sums.values, averages, sums.indices)
             attempt.comm.kernels.scatter(acc.out, sums.indices, averages)
             attempt.applied = _counts(acc.sizes, sums.indices)
             return
         attempt.applied = acc.sizes
-        if scale == 1.0 and self.dtype == reduced.sums.dtype:
-            for piece, part in zip(reduced.sums.split(acc.sizes), acc.out, strict=True):
+        if acc.scale == 1.0 and self.dtype == reduced.sums.dtype:
+            for piece, part in zip(reduced.sums.split(list(acc.sizes)), acc.out, strict=True):
                 torch.div(piece, size, out=part)
-            self._keep(attempt, reduced.sums, reduced.sums, scale)
+            self._keep(acc, reduced, reduced.sums, reduced.sums)
             return
-        averages = self._round(reduced.sums / size, scale)
-        self._keep(attempt, reduced.sums, averages, scale)
-        for piece, part in zip(averages.split(acc.sizes), acc.out, strict=True):
+        averages = self._round(reduced.sums / size, acc.scale)
+        self._keep(acc, reduced, reduced.sums, averages)
+        for piece, part in zip(averages.split(list(acc.sizes)), acc.out, strict=True):
             part.copy_(piece)
 
     def _round(self, averages: Tensor, scale: float) -> Tensor:
@@ -377,10 +388,10 @@ class Reduction:
 
     def _keep(
         self,
-        attempt: Attempt,
+        acc: Accumulator,
+        reduced: Reduced,
         sums: Tensor,
         averages: Tensor,
-        scale: float,
         indices: Tensor | None = None,
     ) -> None:
         """Complete the new residual: the algorithm's, and the errors of rounding to 16 bits.
@@ -391,8 +402,8 @@ class Reduction:
         share = slice(count * rank // size, count * (rank + 1) // size)
         rounded = averages.dtype != sums.dtype
         if rounded:  # before the residual is written: the sums may lie in the same memory
-            errors = sums[share] - averages[share].to(sums.dtype) * (size / scale)
-        residual, kept = attempt.acc.values, attempt.reduced.residual
+            errors = sums[share] - averages[share].to(sums.dtype) * (size / acc.scale)
+        residual, kept = acc.values, reduced.residual
         if kept is None and rounded:
             residual.zero_()
         elif kept is not None and kept is not residual:
@@ -402,14 +413,13 @@ class Reduction:
 
     def _report(self, attempt: Attempt) -> None:
         reduced, transport, finite = attempt.reduced, self._transport, attempt.finite
-        selected = len(reduced.sums) if isinstance(reduced.sums, Entries) else self.numel
         self.last = StepStats(
             step=self._now.step - 1,
             phase="sparse" if attempt.sparse else "dense",
             numel=self.numel,
             target=attempt.acc.k,
             selected_local=reduced.offered,
-            selected_global=selected if finite else 0,
+            selected_global=sum(attempt.applied) if finite else 0,
             bytes_sent=transport.bytes_sent,
             bytes_received=transport.bytes_received,
             messages=transport.messages,

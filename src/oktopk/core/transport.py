@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..kernels.layout import padded
+
 _TEXT_BYTES = 1024
 _SMALL = 1 << 18
 """Bytes up to which an allreduce is done in two rounds of messages."""
@@ -122,8 +124,6 @@ class Transport:
             )
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
-        self.rider: Rider | None = None
-        """Travels with the next all-to-alls, until it is summed."""
         self.point: int | None = None
         """This rank's program point, see `point_of`. Unless None, it travels with traded numbers,
         and ranks at different points fail before they mix data."""
@@ -299,27 +299,47 @@ class Transport:
             'pass nonfinite="skip" to skip such steps'
         )
 
-    def all_to_all(self, messages: Tensor, sizes: list[int], arriving: list[int]) -> Tensor:
-        """Bytes for each rank, one behind the other; returns those of each rank for this one.
+    def all_to_all(self, send: Tensor, received: Tensor, rider: Rider | None = None) -> None:
+        """Row j of `send` goes to rank j; row i of `received` comes from rank i.
 
         Args:
-            sizes: the bytes for each rank; none for this one.
-            arriving: the bytes that each rank has for this one.
+            send, received: bytes, in as many rows as there are ranks. A row for this rank itself
+                takes part, but no bytes are counted for it.
+            rider: its bytes are at the end of the rows.
         """
-        rider = self.rider
         if rider is not None:
-            messages, sizes, arriving = rider.board(messages, sizes, arriving)
-        received = torch.empty(sum(arriving), dtype=torch.uint8, device=self.device)
-        self._count(messages.nbytes, received.nbytes)
-        _recent.append((messages, received))
+            rider.board(send)
+        self._count_rows(send)
+        _recent.append((send, received))
         try:
-            dist.all_to_all_single(received, messages, arriving, sizes, group=self.group)
+            dist.all_to_all_single(received, send, group=self.group)
         except RuntimeError as error:
             raise self._lost("an all-to-all", error) from error
         if rider is not None:
-            received = rider.leave(received, arriving)
-            self.rider = None if rider.summed else rider
-        return received
+            rider.sum(received)
+
+    def all_gather_rows(self, mine: Tensor, gathered: Tensor, rider: Rider | None = None) -> None:
+        """Row i of `gathered` is what rank i has in `mine`.
+
+        Args:
+            mine: bytes.
+            rider: as in the `all_to_all` before it.
+        """
+        if rider is not None:
+            rider.board_sums(mine)
+        self._count_rows(gathered)
+        flat = gathered.view(-1)
+        _recent.append((mine, flat))
+        try:
+            dist.all_gather_into_tensor(flat, mine, group=self.group)
+        except RuntimeError as error:
+            raise self._lost("an allgather", error) from error
+        if rider is not None:
+            rider.leave(gathered)
+
+    def _count_rows(self, rows: Tensor) -> None:
+        nbytes = rows.nbytes // self.size * (self.size - 1)
+        self._count(nbytes, nbytes)
 
     def exchange(
         self, outgoing: list[Tensor], sizes: list[int], in_flight: int
@@ -424,60 +444,43 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 class Rider:
-    """A small vector that ranks sum on the way, in the messages of two all-to-alls.
+    """A small vector that ranks sum on the way, at the end of another reduction's messages.
 
-    In the first one, rank j gets part j of every rank's vector, and sums it. In the second one it
-    hands the sums out. This takes the bytes of an allreduce, but no message.
+    In the first exchange, rank j gets part j of every rank's vector, and sums it. In the second one
+    it hands the sums out. This takes the bytes of an allreduce, but no message.
 
     Args:
         vector: is summed in place.
     """
 
-    def __init__(self, vector: Tensor, rank: int, size: int) -> None:
+    def __init__(self, vector: Tensor, size: int) -> None:
         self.summed = False
         """Whether the vector is the sum over ranks by now."""
-        ends = [vector.numel() * j // size for j in range(size + 1)]
-        self._parts = [vector[low:high] for low, high in pairwise(ends)]
-        self._rank, self._mine = rank, self._parts[rank]
-        self._second = False
+        self._vector, self._share = vector, -(-vector.numel() // size)
+        self._rows = vector.new_zeros(size, self._share)
+        self._rows.view(-1)[: vector.numel()] = vector
+        self.nbytes = padded(self._share * vector.itemsize)
+        """Bytes at the end of each message."""
 
-    def board(
-        self, messages: Tensor, sizes: list[int], arriving: list[int]
-    ) -> tuple[Tensor, list[int], list[int]]:
-        """Put a part before the message for each other rank. Sizes as in `Transport.all_to_all`."""
-        size = len(sizes)
-        away, home = self._parts, [self._mine] * size
-        if self._second:
-            away, home = home, away
-        pieces = []
-        for rank, message in enumerate(messages.split(sizes)):
-            if rank != self._rank:
-                pieces += [away[rank].view(torch.uint8), message]
-        return torch.cat(pieces), self._with(sizes, away), self._with(arriving, home)
+    def board(self, send: Tensor) -> None:
+        self._of(send).copy_(self._rows)
 
-    def _with(self, sizes: list[int], parts: list[Tensor]) -> list[int]:
-        longer = [size + part.nbytes for size, part in zip(sizes, parts, strict=True)]
-        longer[self._rank] = sizes[self._rank]
-        return longer
+    def sum(self, received: Tensor) -> None:
+        self._sums = self._of(received).sum(0)
 
-    def leave(self, received: Tensor, arriving: list[int]) -> Tensor:
-        """Take the parts out of what has come; returns the messages behind them."""
-        home = self._parts if self._second else [self._mine] * len(arriving)
-        found, messages = [*home], []
-        for rank, piece in enumerate(received.split(arriving)):
-            if rank != self._rank:
-                end = home[rank].nbytes
-                found[rank] = piece[:end].view(self._mine.dtype)
-                messages.append(piece[end:])
-        if self._second:
-            for rank, part in enumerate(found):
-                if rank != self._rank:
-                    self._parts[rank].copy_(part)
-            self.summed = True
-        elif self._mine.numel():
-            self._mine.copy_(sum(found[1:], found[0]))
-        self._second = True
-        return torch.cat(messages)
+    def board_sums(self, reply: Tensor) -> None:
+        self._of(reply).copy_(self._sums)
+
+    def leave(self, gathered: Tensor) -> None:
+        self._rows.copy_(self._of(gathered))
+        self._vector.copy_(self._rows.view(-1)[: self._vector.numel()])
+        self.summed = True
+
+    def _of(self, rows: Tensor) -> Tensor:
+        """This vector's place in messages."""
+        start = rows.shape[-1] - self.nbytes
+        place = rows[..., start : start + self._share * self._vector.itemsize]
+        return place.view(self._vector.dtype)
 
 
 class Pending:

@@ -8,13 +8,11 @@ never look at the device themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from .reference import codes, optimizer, selection
-from .reference.step import Step
+from .reference.step import Step as Step
 
 
 class Kernels:
@@ -50,39 +48,6 @@ class Kernels:
     quantise = staticmethod(codes.quantise)
     dequantise = staticmethod(codes.dequantise)
     checksum = staticmethod(codes.checksum)
-
-    @staticmethod
-    def pack(
-        form: str,
-        indices: Tensor,
-        values: Tensor,
-        ends: Sequence[int],
-        own: int,
-        sizes: Sequence[int],
-        added: Sequence[int],
-        what: int,
-    ) -> tuple[Tensor, Tensor] | None:
-        """`Wire.encode_all` in one call, or None where there is no such call for the format.
-
-        Args:
-            what: the first word of each message, without the code of its positions.
-        """
-        return None
-
-    @staticmethod
-    def unpack(
-        form: str,
-        messages: Tensor,
-        sizes: Sequence[int],
-        bounds: Sequence[tuple[int, int]],
-        rank: int,
-        indices: Tensor,
-        values: Tensor,
-        added: int,
-        what: int,
-    ) -> tuple[Tensor, Tensor, list[int], list[list[int]]] | None:
-        """`Wire.decode_all` in one call, or None where that gives None."""
-        return None
 
     step_square = staticmethod(optimizer.step_square)
     adam = staticmethod(optimizer.adam)

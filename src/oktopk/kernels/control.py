@@ -1,8 +1,8 @@
 """How thresholds follow the values, in whole numbers.
 
-A threshold is the bits of a magnitude; see `numbers.magnitude`. Such a number is about the logarithm
-of the magnitude, and a doubling adds one `octave` to it. So a forecast is a few sums of integers,
-and all kernels and all ranks get the same result.
+A threshold is the bits of a magnitude; see `numbers.magnitude`. Such a number is about the
+logarithm of the magnitude, and a doubling adds one `octave` to it. So a forecast is a few sums of
+integers, and all kernels and all ranks get the same result.
 
 These functions take Python's integers, and loops compile them. `reference/step.py` has the same for
 tensors.

@@ -41,7 +41,11 @@ def magnitude(values: Tensor) -> Tensor:
 
 def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
     """|threshold| rounded to `dtype`, as an integer to compare magnitudes with."""
-    return int(magnitude(torch.tensor(threshold, dtype=dtype, device="cpu")))
+    whole, real = _FORMS[dtype]
+    try:
+        return int(whole.unpack(real.pack(abs(threshold)))[0])
+    except OverflowError:  # it is beyond the largest number
+        return infinity(dtype)
 
 
 def from_bits(bits: int, dtype: torch.dtype) -> float:

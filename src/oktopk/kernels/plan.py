@@ -44,8 +44,8 @@ ALL_FINITE, DAMAGED, OFFERED, OVERFLOW, APPLIED, LOCAL_LIMIT, TOTAL_LIMIT = rang
 """Whether all ranks have finite values; 0, or 1 + sender + P * receiver of a damaged message;
 numbers of entries; and magnitudes that offered and applied entries reach."""
 LOCAL, LOCAL_TREND, TOTAL, TOTAL_TREND, REGIONS = range(7, 12)
-"""Thresholds and their trends; from REGIONS on P + 1 boundaries, P program points, and the number of
-applied entries in each part."""
+"""Thresholds and their trends; from REGIONS on P + 1 boundaries, P program points, and the number
+of applied entries in each part."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,47 @@ def rooms(codec: Codec, most: int, span: int, itemsize: int) -> tuple[int, int, 
     if code == BITMAP:
         nbytes = padded(nbytes)
     return code, values_at, positions_at, positions_at + padded(nbytes)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened in a step, and the state for the next one, as the host reads it."""
+
+    finite: bool
+    """Whether the values of all ranks are finite."""
+    damaged: int
+    """0, or 1 + sender + P * receiver of a damaged message."""
+    offered: int
+    overflow: int
+    local_limit: int
+    """The bits of the magnitude that all offered entries reach; `total_limit`: all applied ones."""
+    total_limit: int
+    local: tuple[int, int]
+    """The next threshold of this rank's values, and its trend; `total`: that of sums."""
+    total: tuple[int, int]
+    regions: tuple[int, ...]
+    points: list[int]
+    """The program point of each rank."""
+    applied: tuple[int, ...]
+    """Entries applied in each part."""
+
+    @staticmethod
+    def of(words: list[int], size: int) -> Record:
+        """The words of `Step.after`, for P = size."""
+        points = REGIONS + 1 + size
+        return Record(
+            bool(words[ALL_FINITE]),
+            words[DAMAGED],
+            words[OFFERED],
+            words[OVERFLOW],
+            words[LOCAL_LIMIT],
+            words[TOTAL_LIMIT],
+            (words[LOCAL], words[LOCAL_TREND]),
+            (words[TOTAL], words[TOTAL_TREND]),
+            tuple(words[REGIONS:points]),
+            words[points : points + size],
+            tuple(words[points + size :]),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -139,65 +138,6 @@ class Wire:
             )
         values = self.codec.read(message[split : split + self.codec.nbytes(count)], count)
         return Entries(indices, values), words[HEAD_WORDS : split // 8].tolist()
-
-    def encode_all(
-        self,
-        entries: Entries,
-        ends: Sequence[int],
-        own: int,
-        added: Sequence[int],
-        sizes: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
-        """Messages for several ranks, one behind the other, and the values that ranks will read.
-
-        Args:
-            entries: those for the first rank, for the second, and so on.
-            ends: where the entries for each rank end.
-            own: the rank that gets no message: it keeps its entries as they are. -1: none.
-            added: numbers to travel with each message.
-            sizes: of the messages; 0 for `own`.
-        """
-        i, v = entries.indices, entries.values
-        packed = for_device(v.device).pack(self.format, i, v, ends, own, sizes, added, self._what)
-        if packed is not None:
-            return packed
-        messages, sent = [], []
-        for target, (start, end) in enumerate(pairwise([0, *ends])):
-            if target == own:
-                sent.append(v[start:end])
-            else:
-                message, values = self.encode(entries[start:end], added, sizes[target])
-                messages.append(message)
-                sent.append(values)
-        return torch.cat(messages), torch.cat(sent)
-
-    def decode_all(
-        self,
-        messages: Tensor,
-        sizes: Sequence[int],
-        bounds: Sequence[tuple[int, int]],
-        rank: int,
-        own: Entries,
-        added: int,
-    ) -> tuple[Entries, list[int], list[list[int]]] | None:
-        """The entries of all ranks, where those of each end, and the numbers added.
-
-        Args:
-            messages: one behind the other: any bytes at all.
-            sizes: of the messages; 0 for this rank's.
-            bounds: the elements that each rank may name.
-            rank: this one.
-            own: its entries.
-            added: how many numbers each message must have.
-
-        Returns:
-            None if a message is damaged, or if these kernels read one message at a time only.
-        """
-        unpack = for_device(messages.device).unpack
-        unpacked = unpack(
-            self.format, messages, sizes, bounds, rank, own.indices, own.values, added, self._what
-        )
-        return unpacked and (Entries(*unpacked[:2]), *unpacked[2:])
 
     def room(self, count: int, numel: int, added: int = 0) -> int:
         """Bytes in which any `count` entries of `numel` elements fit."""

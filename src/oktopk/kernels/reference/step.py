@@ -38,6 +38,7 @@ from ..plan import (
     WHAT,
     WRONG,
     Plan,
+    Record,
     Vectors,
     parts_of,
 )
@@ -47,11 +48,13 @@ from .codes import mixed
 class Step:
     """Memory of one step, and its phases. Nothing in it is needed by the next step.
 
-    The caller fills `before`, and then calls
+    These follow each other:
 
-        prepare, exchange `send` for `received`, combine, exchange `reply` for `gathered`, apply
+        begin, prepare, exchange `send` for `received`,
+        combine, exchange `reply` for `gathered`,
+        apply, read
 
-    and reads `after`, which is the first time that the host waits for the device.
+    In `read` the host waits for the device, and nowhere else.
 
     Args:
         dtype: of the residual: float32 or float64.
@@ -88,6 +91,15 @@ class Step:
         self._stops = torch.tensor([0, *accumulate(plan.parts)]).to(device, non_blocking=True)
         """A constant: where the parts of the vector begin, and where the last one ends."""
 
+    def begin(self, state: list[int]) -> None:
+        """Hand over the state from before the step: thresholds, trends and boundaries."""
+        state_words = self.before[LOCAL : LOCAL + len(state)]
+        state_words.copy_(torch.tensor(state), non_blocking=True)
+
+    def read(self) -> Record:
+        """What has happened, and the state for the next step."""
+        return Record.of(self.after.tolist(), self.plan.size)
+
     def prepare(self, vectors: Vectors, least: int, point: int) -> None:
         """Phase 1: a message for each owner.
 
@@ -116,7 +128,8 @@ class Step:
         candidates = torch.where(bits >= threshold, bits, 0)
         kept, limit = _largest(candidates, plan.k)
         right = _right(candidates, threshold, plan.aim, values.dtype)
-        after[LOCAL], after[LOCAL_TREND] = _forecast(right, *before[LOCAL : TOTAL], values.dtype)
+        carried, trend = before[LOCAL], before[LOCAL_TREND]
+        after[LOCAL], after[LOCAL_TREND] = _forecast(right, carried, trend, values.dtype)
         after[LOCAL_LIMIT] = torch.where(limit > 0, limit, threshold)
         after[OFFERED] = kept.sum()
 
@@ -451,7 +464,8 @@ def _read(plan: Plan, message: Tensor, low: Tensor, high: Tensor) -> Sequence[Te
         kind = numbers.index_dtype(plan.numel)
         offsets = room[: plan.most * kind.itemsize].view(kind).long()
     else:
-        bits = ((room[: plan.bitmap].long()[:, None] >> torch.arange(8, device=device)) & 1).flatten()
+        coded = room[: plan.bitmap].long()[:, None]
+        bits = ((coded >> torch.arange(8, device=device)) & 1).flatten()
         rank = bits.cumsum(0) - 1
         right &= rank[-1] + 1 == count
         place = torch.where((bits > 0) & (rank < plan.most), rank, plan.most)
