@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class Fleet:
         """Phase 1 of all ranks, and the first exchange."""
         self.scale = scale
         boundaries = self.states[0][4:]
-        span = max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False))
+        span = max(b - a for a, b in pairwise(boundaries))
         self.steps, self.vectors = [], []
         for rank, gradient in enumerate(gradients):
             plan = plan_of(

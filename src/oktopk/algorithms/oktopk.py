@@ -97,7 +97,7 @@ class OkTopk(Algorithm[OkTopkState]):
         with comm.time("reduce"):
             step.combine()
         with comm.time("gather"):
-            comm.transport.all_gather_rows(step.reply, step.gathered, comm.rider)
+            comm.transport.all_gather_rows(step.reply, step.gathered, step.send, comm.rider)
         with comm.time("apply"):
             step.apply(acc.vectors)
             record = step.read()
