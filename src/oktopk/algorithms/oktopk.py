@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import sub
 
 from ..core.accumulator import Accumulator
 from ..core.comm import Comm
@@ -87,22 +87,22 @@ class OkTopk(Algorithm[OkTopkState]):
         if comm.size == 1:
             return self._alone(state, acc, comm, exact)
         regions = self._regions(state, acc, comm)
-        step = acc.step(self._plan(acc, comm, regions))
+        step, lap = acc.step(self._plan(acc, comm, regions)), comm.time.lap
         step.begin([*state.local.bits(step.dtype), *state.total.bits(step.dtype), *regions])
-        with comm.time("accumulate"):
-            least = acc.k if exact else math.ceil((1 - TOLERANCE) * acc.k)
-            step.prepare(acc.vectors, least, comm.point)
-        with comm.time("exchange"):
-            comm.transport.all_to_all(step.send, step.received, comm.rider)
-        with comm.time("reduce"):
-            step.combine()
-        with comm.time("gather"):
-            comm.transport.all_gather_rows(step.reply, step.gathered, step.send, comm.rider)
-        with comm.time("apply"):
-            step.apply(acc.vectors)
-            record = step.read()
+        least = acc.k if exact else math.ceil((1 - TOLERANCE) * acc.k)
+        step.prepare(acc.vectors, least, comm.point)
+        lap("accumulate")
+        comm.transport.all_to_all(step.send, step.received, comm.rider)
+        lap("exchange")
+        step.combine()
+        lap("reduce")
+        comm.transport.all_gather_rows(step.reply, step.gathered, step.send, comm.rider)
+        lap("gather")
+        step.apply(acc.vectors)
+        record = step.read()
+        lap("apply")
         comm.check_record(record)
-        local, total = (Carried.of(bits, step.dtype) for bits in (record.local, record.total))
+        local, total = Carried.of(record.local, step.dtype), Carried.of(record.total, step.dtype)
         written = Written(
             record.applied,
             record.offered,
@@ -132,7 +132,7 @@ class OkTopk(Algorithm[OkTopkState]):
         return agree_on_regions(comm, offered.entries)
 
     def _plan(self, acc: Accumulator, comm: Comm, regions: tuple[int, ...]) -> Plan:
-        span = max(1, *[high - low for low, high in pairwise(regions)])
+        span = max(1, *map(sub, regions[1:], regions))
         if acc.k < acc.numel:
             unit = max(1, (1 << span.bit_length()) // (2 * _SPANS))
             span = min(acc.numel, -(-span // unit) * unit)

@@ -26,7 +26,7 @@ class Steps:
         self._last: Step | None = None
 
     def of(self, plan: Plan, values: Tensor, kind: type[Step]) -> Step:
-        if self._last is None or self._last.plan != plan:
+        if self._last is None or self._last.plan is not plan:
             self._last = kind(plan, values.dtype, values.device)
         return self._last
 

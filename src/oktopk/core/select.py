@@ -43,20 +43,20 @@ class Carried:
             dtype: of the values that it is compared with.
         """
         before = self.bits(dtype)
-        octave, infinity = numbers.octave(dtype), numbers.infinity(dtype)
+        octave, infinity = numbers.OCTAVE[dtype], numbers.infinity(dtype)
         return Carried.of(
             control.forecast(threshold_bits(right, dtype), *before, octave, infinity), dtype
         )
 
     def bits(self, dtype: torch.dtype) -> tuple[int, int]:
         """The threshold and its trend, as `control.forecast` takes them."""
-        return threshold_bits(self.value, dtype), round(self.trend * numbers.octave(dtype))
+        return threshold_bits(self.value, dtype), round(self.trend * numbers.OCTAVE[dtype])
 
     @staticmethod
     def of(bits: tuple[int, int], dtype: torch.dtype) -> Carried:
         """What `bits` gave."""
         value, trend = bits
-        return Carried(from_bits(value, dtype), trend / numbers.octave(dtype))
+        return Carried(from_bits(value, dtype), trend / numbers.OCTAVE[dtype])
 
 
 NO_THRESHOLD = Carried()

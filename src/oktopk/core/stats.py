@@ -70,13 +70,15 @@ class Stopwatch:
 
     with stopwatch("exchange"):
         ...
+
+    Where one stage follows the other, `lap` costs less.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._stages: tuple[str, ...] = ()
         """The stage that is under way, and before it those that it was entered in."""
-        self._since = 0.0
+        self._since = time.perf_counter()
 
     def __call__(self, stage: str) -> Self:
         self._charge()
@@ -89,6 +91,12 @@ class Stopwatch:
     def __exit__(self, *_: object) -> None:
         self._charge()
         self._stages = self._stages[:-1]
+
+    def lap(self, stage: str) -> None:
+        """The time since the last stage or lap ended, or since the start, belongs to this stage."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._since
+        self._since = now
 
     def _charge(self) -> None:
         now = time.perf_counter()

@@ -124,6 +124,7 @@ class Transport:
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not "
                 "initialised: call torch.distributed.init_process_group() first"
             )
+        self._handle: Any = group or dist.group.WORLD if self.size > 1 else None
         # With its index, as tensors on it report it.
         self.device = torch.empty(0, device=device or "cpu").device
         self.point: int | None = None
@@ -312,11 +313,7 @@ class Transport:
         if rider is not None:
             rider.board(send)
         self._count_rows(send)
-        _recent.append((send, received))
-        try:
-            dist.all_to_all_single(received, send, group=self.group)
-        except RuntimeError as error:
-            raise self._lost("an all-to-all", error) from error
+        self._swap(send, received)
         if rider is not None:
             rider.sum(received)
 
@@ -336,17 +333,21 @@ class Transport:
         if rider is not None:
             rider.board_sums(mine)
         self._count_rows(gathered)
-        try:
-            if self.device.type == "cpu":
-                spare.copy_(mine)
-                _recent.append((spare, gathered))
-                dist.all_to_all_single(gathered, spare, group=self.group)
-            else:
+        if self.device.type == "cpu":
+            self._swap(spare.copy_(mine), gathered)
+        else:
+            with self.peers("an allgather"):
                 _all_gather(gathered.view(-1), mine, group=self.group)
-        except RuntimeError as error:
-            raise self._lost("an allgather", error) from error
         if rider is not None:
             rider.leave(gathered)
+
+    def _swap(self, send: Tensor, received: Tensor) -> None:
+        """`dist.all_to_all_single`, which makes two dozen calls around this one."""
+        _recent.append((send, received))
+        try:
+            self._handle.alltoall_base(received, send, [], []).wait()
+        except RuntimeError as error:
+            raise self._lost("an all-to-all", error) from error
 
     def _count_rows(self, rows: Tensor) -> None:
         nbytes = rows.nbytes // self.size * (self.size - 1)
