@@ -26,13 +26,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..algorithms import Algorithm, Dense
 from . import state
 from .buckets import Bucket, Options, Slot, cut, problem_of, slots_of, summarize
 from .events import Events
 from .inbox import Inbox
-from .moments import SecondMoments
+from .moments import SecondMoments, keep_for_this_stream
 from .peers import Peers
 from .reduction import Reduction, prepare
 from .stats import Summary
@@ -124,6 +125,19 @@ class AllReducer:
         problem = self._problem()
         device = self._slots[0].device if self._slots else None
         self._transport = Transport(self._worker.group, self._device if problem else device)
+        on_gpu = self._transport.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._transport.device) if on_gpu else None
+        with torch.cuda.stream(self._stream):  # buffers belong to the stream that will use them
+            self._build_transaction(problem)
+        self._inbox = Inbox(self._transaction, self.usage, self._stream)
+        if all(bucket.small for bucket in self._buckets):
+            log.warning(
+                "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
+                "is named in `dense`; a smaller dense_below changes that",
+                self.options.dense_below,
+            )
+
+    def _build_transaction(self, problem: str | None) -> None:
         with self._transport.together(Operation.BEGIN):
             self._agree_to_begin(problem)
             self._buckets = [self._bucket(*group) for group in cut(self._slots, self.options)]
@@ -137,14 +151,6 @@ class AllReducer:
             self.usage,
             **self._unused,
         )
-        self._stream = torch.cuda.Stream(device) if self._transport.device.type == "cuda" else None
-        self._inbox = Inbox(self._transaction, self.usage, self._stream)
-        if all(bucket.small for bucket in self._buckets):
-            log.warning(
-                "nothing is compressed: every parameter has fewer than dense_below=%d elements or "
-                "is named in `dense`; a smaller dense_below changes that",
-                self.options.dense_below,
-            )
 
     def _agree_to_begin(self, problem: str | None) -> None:
         summary = [(s.name, tuple(s.size), s.stride, str(s.dtype)) for s in self._slots]
@@ -343,6 +349,8 @@ class AllReducer:
         step = self.step if self._buckets else 0
         doing = in_words(point_of(Operation.STEP, step))
         error = self._worker.run(self._inbox.take_error, doing, _LATE_STEP)
+        if self._stream is not None:  # that thread has launched all its work, and may not be done
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self.events.waited += time.perf_counter() - since
         if error is not None:
             raise error
@@ -399,7 +407,11 @@ class AllReducer:
             finally:
                 self._transaction.rewind()
 
-        return self._run(rewound if to_resume else take)
+        answer = self._run(rewound if to_resume else take)
+        for tensor in pytree.tree_leaves(answer):
+            if isinstance(tensor, Tensor):
+                keep_for_this_stream(tensor)
+        return answer
 
     def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True) -> None:
         """Continue where the state was taken: all ranks together, each with its own.

@@ -154,8 +154,10 @@ class Step:
                 offsets = row - boundaries[owner]
                 self._sent[owner] = _write(plan, offsets, entries, count, finite * FINITE, message)
                 _seal(message, point)
-        after[ALL_FINITE], after[DAMAGED] = finite, 0
-        self._points()[plan.rank] = point
+        after[ALL_FINITE] = finite
+        # To assign a Python number would wait for the device.
+        after[DAMAGED].fill_(0)
+        self._points()[plan.rank].fill_(point)
 
     def combine(self) -> None:
         """Phase 2: this owner's part of the sums, in one message for all.
@@ -358,7 +360,7 @@ def _forecast(
     right: Tensor, carried: Tensor, trend: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """`control.forecast`."""
-    infinity, octave = numbers.infinity(dtype), numbers.octave(dtype)
+    infinity, octave = numbers.infinity(dtype), numbers.OCTAVE[dtype]
     most = octave * TREND_LIMIT >> 8
     known = (right >= 1) & (right < infinity) & (carried >= 1) & (carried < infinity)
     surprise = (right - carried).clamp(-most, most)
@@ -399,7 +401,7 @@ def _is_in(indices: Tensor, applied: Tensor) -> Tensor:
 
 def _add_at(dense: Tensor, indices: Tensor, values: Tensor, mask: Tensor) -> None:
     """dense[indices] += values, where the mask says so."""
-    added = torch.where(mask, values, 0).flatten()
+    added = torch.where(mask, values, -0.0).flatten()  # to add 0.0 would change -0.0
     dense.index_add_(0, torch.where(mask, indices, 0).flatten().long(), added)
 
 
@@ -430,13 +432,14 @@ def _write(
             pairs = torch.nn.functional.pad(nibbles, (0, plan.most % 2)).view(-1, 2)
             room[at : at + pairs.shape[0]] = pairs[:, 0] | pairs[:, 1] << 4
     words = message.view(torch.int64)
-    words[WHAT], words[COUNT], words[FLAGS] = plan.what, count, flags
+    words[WHAT].fill_(plan.what)
+    words[COUNT], words[FLAGS] = count, flags
     return sent
 
 
 def _seal(message: Tensor, point: int | Tensor) -> None:
     words = message.view(torch.int64)
-    words[POINT] = point
+    words[POINT].fill_(point)
     words[CHECKSUM] = mixed(words).sum()
 
 
