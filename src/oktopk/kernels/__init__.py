@@ -65,4 +65,10 @@ def for_type(kind: str) -> type[Kernels]:
         from .cpu import CpuKernels
 
         return CpuKernels
+    if kind == "cuda":
+        try:
+            from .gpu import GpuKernels
+        except ImportError:  # without Triton
+            return Kernels
+        return GpuKernels
     return Kernels

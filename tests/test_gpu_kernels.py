@@ -1,0 +1,68 @@
+"""Triton kernels on a machine without a GPU: interpreted, and compiled ahead of time.
+
+Both are processes of their own. The interpreter is chosen when triton is imported, and then nothing
+can be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from oktopk import kernels
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """What a Python program prints."""
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = subprocess.run(
+        [sys.executable, *command],
+        env=settings | environment,
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert program.returncode == 0, program.stdout[-20_000:] + program.stderr[-5_000:]
+    return program.stdout
+
+
+def test_cuda_has_them() -> None:
+    code = "from oktopk.kernels import for_type; print(for_type('cuda').__name__)"
+    assert run("-c", code) == "GpuKernels\n"
+
+
+def test_the_reference_runs_without_triton() -> None:
+    hidden = {"triton": None, "oktopk.kernels.gpu": None}
+    with mock.patch.dict(sys.modules, hidden):
+        assert kernels.for_type.__wrapped__("cuda") is kernels.Kernels
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("property_", ["test_any", "test_damaged", "not test_any and not test_dam"])
+def test_they_equal_the_reference(property_: str) -> None:
+    """Bit for bit; `gpu_cases.py` has the cases."""
+    cases = HERE / "gpu_cases.py"
+    run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", cases, "-k", property_, TRITON_INTERPRET="1"
+    )
+
+
+@pytest.mark.timeout(900)
+def test_all_kernels_compile(tmp_path: Path) -> None:
+    """For each target, with nothing that rounds otherwise than the reference, and without a spill.
+
+    The program fails if a kernel is never launched, and if the host asks for a value.
+    """
+    program = HERE.parent / "benchmarks" / "compile_gpu.py"
+    rows = json.loads(run(program, "--json", TRITON_CACHE_DIR=str(tmp_path)))
+    assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100"}
+    assert not [row for row in rows if row["inexact"] or row["stack bytes"]]
