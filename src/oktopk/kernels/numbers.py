@@ -16,7 +16,8 @@ LEADING_BITS = 13
 MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 """Odd factors of the checksum: one for places, and those of MurmurHash3 for words."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_MANTISSA = {torch.float32: 23, torch.float64: 52}
+OCTAVE = {torch.float32: 1 << 23, torch.float64: 1 << 52}
+"""How much larger the bits of twice a number are than its own."""
 _FORMS = {
     torch.float32: (struct.Struct("=i"), struct.Struct("=f")),
     torch.float64: (struct.Struct("=q"), struct.Struct("=d")),
@@ -54,14 +55,9 @@ def from_bits(bits: int, dtype: torch.dtype) -> float:
     return float(real.unpack(whole.pack(bits))[0])
 
 
-def octave(dtype: torch.dtype) -> int:
-    """How much larger the bits of twice a number are than its own."""
-    return 1 << _MANTISSA[dtype]
-
-
 def infinity(dtype: torch.dtype) -> int:
     """The bits of infinity: as a threshold, there is none yet."""
-    return (1 << (8 * dtype.itemsize - 1)) - octave(dtype)
+    return (1 << (8 * dtype.itemsize - 1)) - OCTAVE[dtype]
 
 
 def logarithm(count: int, dtype: torch.dtype) -> int:

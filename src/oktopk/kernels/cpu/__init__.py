@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from .. import Kernels
 from . import codes, compiling, optimizer, selection
+from .step import CpuStep
 
 
 class CpuKernels(Kernels):
     """The reference documents each function."""
 
     prepare = staticmethod(compiling.prepare)
+
+    Step = CpuStep
 
     accumulate = staticmethod(selection.accumulate)
     offer = staticmethod(selection.offer)

@@ -22,7 +22,8 @@ import torch
 
 from .. import numbers
 from .arrays import as_bits, limits
-from .loops import codes, optimizer, selection
+from .form import NOTHING
+from .loops import codes, optimizer, selection, step
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,10 @@ def _jit(loop: Any) -> Any:
 
 _LOOPS = {
     name: _jit(loop)
-    for module in (selection, codes, optimizer)
+    for module in (selection, codes, optimizer, step)
     for name, loop in inspect.getmembers(module, inspect.isfunction)
-    if not name.startswith("_")  # a part of other loops
+    # Others are parts of loops.
+    if loop.__module__ == module.__name__ and not name.startswith("_")
 }
 _Key = tuple[torch.dtype | None, torch.dtype]
 """Types of values (None: loops of messages) and of indexes."""
@@ -132,6 +134,19 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "pack", i, v, 8, n, 0, n, n, 0, u8, u64, v
     yield "unpack", u8, u64, 8, n, n, n, 0, 0, 0, i, v, i, v, n.reshape(0, 0)
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
+    yield from _calls_of_steps(i, v, bits)
+
+
+def _calls_of_steps(i: Any, v: Any, bits: Any) -> Iterator[tuple[Any, ...]]:
+    n, word, message = np.empty(0, np.int64), np.zeros(16, np.int64), np.zeros(40, np.uint8)
+    offered = i.reshape(0, 0), v.reshape(0, 0), word
+    messages, scratch = message.reshape(1, 40), (i, v, bits)
+    add = word, n, 0, 1.0, 0.0
+    yield "find", NOTHING, word, *add, 0, 0, *scratch
+    yield "prepare", NOTHING, word, word, *add, 0, 0, n.reshape(0, 3), *offered, messages, *scratch
+    yield "combine", NOTHING, word, word, *offered, messages, message, i, v, *scratch
+    yield "apply", NOTHING, word, word, word, n, 0, 1.0, 0, *offered, messages, i, v, *scratch
+    yield "write_parts", NOTHING, word, n, 0, 0, 0, 0, *scratch
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic, register_jitable
 
 LANES = 64
 
@@ -67,6 +68,28 @@ def _lowest_bit(context: Any, number: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+def _same_bits(result: Any, argument: Any) -> Any:
+    """An instruction that takes a number for one of another type with the same bits."""
+
+    def same_bits(context: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.bitcast(values[0], context.get_value_type(result))
+
+        return result(argument), generate
+
+    return intrinsic(same_bits)
+
+
+def _memory(context: Any, address: Any, like: Any) -> Any:
+    """A pointer to elements of the type that the array `like` has."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), generate
+
+
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, at: Any, lanes: Any) -> Any:
     """To several elements of an array."""
     data = context.make_array(kind)(context, builder, array).data
@@ -84,3 +107,58 @@ def _repeated(builder: Any, lanes: Any, value: Any) -> Any:
 reaching: Any = intrinsic(_reaching)
 stream: Any = intrinsic(_stream)
 lowest_bit: Any = intrinsic(_lowest_bit)
+float_of: Any = _same_bits(types.float32, types.uint32)
+bits_of: Any = _same_bits(types.uint32, types.float32)
+_memory_at: Any = intrinsic(_memory)
+
+
+@register_jitable
+def vector_at(address, size, like):  # type: ignore[no-untyped-def]
+    """The array of `size` elements at an address, of the same type as `like`."""
+    return carray(_memory_at(address, like), size)
+
+
+@register_jitable
+def to_bfloat16(value):  # type: ignore[no-untyped-def]
+    """The bits of a float32 rounded to bfloat16; of a tie the even one."""
+    bits = bits_of(value)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(0xFFFF) if nan else np.uint16(rounded >> np.uint32(16))
+
+
+@register_jitable
+def of_bfloat16(half):  # type: ignore[no-untyped-def]
+    return float_of(np.uint32(np.uint32(half) << np.uint32(16)))
+
+
+@register_jitable
+def to_float16(value):  # type: ignore[no-untyped-def]
+    """The bits of a float32 rounded to float16; of a tie the even one."""
+    bits = bits_of(value)
+    sign, bits = np.uint32(bits & np.uint32(0x80000000)), np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32((bits >> np.uint32(13)) & np.uint32(1))
+    # The exponent of float16 is smaller by 112.
+    half = np.uint32(bits - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13)
+    # The processor rounds denormal numbers, when they are added to one half.
+    small = np.uint32(bits_of(float_of(bits) + np.float32(0.5)) - np.uint32(0x3F000000))
+    half = small if bits < np.uint32(113 << 23) else half
+    half = np.uint32(0x7C00) if bits >= np.uint32(0x477FF000) else half
+    nan = np.uint32(np.uint32(0x7E00) | ((bits >> np.uint32(13)) & np.uint32(0x3FF)))
+    half = nan if bits > np.uint32(0x7F800000) else half
+    return np.uint16(half | (sign >> np.uint32(16)))
+
+
+@register_jitable
+def of_float16(half):  # type: ignore[no-untyped-def]
+    sign = np.uint32((np.uint32(half) & np.uint32(0x8000)) << np.uint32(16))
+    bits = np.uint32((np.uint32(half) & np.uint32(0x7FFF)) << np.uint32(13))
+    number = np.uint32(bits + np.uint32(112 << 23))
+    # Denormal numbers: the processor finds the exponent.
+    one = np.uint32(113 << 23)
+    small = bits_of(float_of(np.uint32(bits + one)) - float_of(one))
+    number = small if bits < np.uint32(1 << 23) else number
+    beyond = np.uint32(bits + np.uint32(224 << 23))
+    quiet = np.uint32(1 << 22) if bits > np.uint32(0x0F800000) else np.uint32(0)
+    number = np.uint32(beyond | quiet) if bits >= np.uint32(0x0F800000) else number
+    return float_of(np.uint32(number | sign))

@@ -141,7 +141,8 @@ def _write_row(row, width, start, stop, codes):  # type: ignore[no-untyped-def]
     """The codes of a block: one in each byte, or two."""
     size = stop - start
     if width == 8:
-        codes[start:stop] = row[:size]
+        for j in range(size):
+            codes[start + j] = row[j]
         return
     if size % uintp(2):
         row[size] = 0
@@ -170,7 +171,8 @@ def dequantise(codes, scales, width, bits):  # type: ignore[no-untyped-def]
 @extending.register_jitable
 def _read_row(codes, width, start, stop, row):  # type: ignore[no-untyped-def]
     if width == 8:
-        row[: stop - start] = codes[start:stop]
+        for j in range(stop - start):
+            row[j] = codes[start + j]
         return
     pairs = codes[start // uintp(2) : (stop + uintp(1)) // uintp(2)]
     for j in range(pairs.size):

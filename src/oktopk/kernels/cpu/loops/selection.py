@@ -135,9 +135,7 @@ def keep_largest(indices, values, bits, mask, shift, k, wanted, kept_indices, ke
             if (bits[j] & mask) >> shift == word(digit):
                 inside[found] = bits[j] & mask
                 found += uintp(1)
-        place = inside.size - (k - above)
-        limit = np.partition(inside, place)[place]
-        ties = k - above - np.sum(inside > limit) if limit else 0
+        limit, ties = _kth_largest(inside, np.int64(shift), k - above)
     count = uintp(0)
     for j in range(size):
         magnitude = bits[j] & mask
@@ -148,6 +146,30 @@ def keep_largest(indices, values, bits, mask, shift, k, wanted, kept_indices, ke
         ties -= equal
     digit, above = _from_top(counts, wanted) if wanted else (-1, 0)
     return count, limit, digit, above, counts[digit] if digit >= 0 else 0
+
+
+@extending.register_jitable
+def _kth_largest(bits, unknown, k):  # type: ignore[no-untyped-def]
+    """The k-th largest of numbers that only differ in their last bits, digit by digit, and how many
+    of its equals are among the k largest. The numbers are overwritten."""
+    word, size = bits.dtype.type, uintp(bits.size)
+    counts = np.empty(1 << LEADING_BITS, np.int64)
+    while unknown > 0:
+        width = min(unknown, LEADING_BITS)
+        unknown -= width
+        shift, last = word(unknown), word((1 << width) - 1)
+        counts[:] = 0
+        for j in range(size):
+            counts[uintp((bits[j] >> shift) & last)] += 1
+        digit, above = _from_top(counts, k)
+        k -= above
+        found = uintp(0)
+        for j in range(size):
+            number = bits[j]
+            bits[found] = number
+            found += uintp(word((number >> shift) & last) == word(digit))
+        size = found
+    return bits[0], (k if bits[0] else 0)
 
 
 @extending.register_jitable
