@@ -15,7 +15,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 from torch import Tensor
 from typing_extensions import Self, TypeVar
@@ -127,6 +127,8 @@ S = TypeVar("S", bound=State, default=Any)
 class Algorithm(ABC, Generic[S]):
     """Configuration of a reduction. Subclasses add their own knobs."""
 
+    fixed_size: ClassVar[bool] = False
+    """Whether its steps are those of `kernels.Step`."""
     density: float = 0.02
     """Share of the elements that is applied in a step, above 0 and at most 1."""
     warmup_steps: int = 0

@@ -64,6 +64,7 @@ class OkTopk(Algorithm[OkTopkState]):
     k entries, and may apply fewer in single steps.
     """
 
+    fixed_size = True
     threshold_interval: int = 32
     """Sparse steps between exact local thresholds (tau' in the paper)."""
     capacity: float = 1.15

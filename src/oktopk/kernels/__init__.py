@@ -23,8 +23,12 @@ class Kernels:
     """
 
     @staticmethod
-    def prepare(dtype: torch.dtype, numel: int) -> None:
-        """Do now what would make the first calls slow, for vectors of `numel` values."""
+    def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+        """Do now what would make the first calls slow, for vectors of `numel` values.
+
+        Args:
+            steps: whether there will be fixed-size steps.
+        """
 
     Step: type[Step] = Step
     """The phases of a fixed-size step; see `reference/step.py`."""

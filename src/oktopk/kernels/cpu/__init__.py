@@ -42,8 +42,6 @@ class CpuKernels(Kernels):
     quantise = staticmethod(codes.quantise)
     dequantise = staticmethod(codes.dequantise)
     checksum = staticmethod(codes.checksum)
-    pack = staticmethod(codes.pack)
-    unpack = staticmethod(codes.unpack)
 
     step_square = staticmethod(optimizer.step_square)
     adam = staticmethod(optimizer.adam)

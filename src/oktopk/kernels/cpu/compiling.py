@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -50,37 +50,40 @@ _announced = False
 _lock = threading.Lock()
 
 
-def prepare(dtype: torch.dtype, numel: int) -> None:
-    types = sorted({I32, numbers.index_dtype(numel)}, key=str)
-    _ensure(*((kind, indices) for kind in (None, dtype) for indices in types))
+def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+    index = numbers.index_dtype(numel)
+    types = sorted({I32, index}, key=str)
+    compiled.ensure(*((kind, indices) for kind in (None, dtype) for indices in types))
+    if steps:
+        steps_compiled.ensure((dtype, index))
 
 
 class _Compiled(dict[_Key, dict[str, Any]]):
-    """The loops by types: compiled[dtype, indices]["accumulate"]. A lookup is no call."""
+    """The loops by types: compiled[dtype, indices]["accumulate"]. A lookup is no call.
+
+    Args:
+        calls: gives the loops of these types, and arguments for each.
+    """
+
+    def __init__(self, calls: Callable[..., Iterator[tuple[Any, ...]]]) -> None:
+        self._calls = calls
 
     def __missing__(self, key: _Key) -> dict[str, Any]:
-        _ensure(key)
+        self.ensure(key)
         return _LOOPS
 
-
-compiled = _Compiled()
-I32 = torch.int32
-"""For loops without indexes, which are compiled with those of 32-bit ones."""
-
-
-def _ensure(*keys: _Key) -> None:
-    """Compile under a lock that all processes share, unless that has been done."""
-    if not all(key in compiled for key in keys):
-        with _lock, _file_lock():
-            for key in keys:
-                if key not in compiled:
-                    _compile(*key)
-                    compiled[key] = _LOOPS
+    def ensure(self, *keys: _Key) -> None:
+        """Compile under a lock that all processes share, unless that has been done."""
+        if not all(key in self for key in keys):
+            with _lock, _file_lock():
+                for key in keys:
+                    if key not in self:
+                        _compile(self._calls(*key))
+                        self[key] = _LOOPS
 
 
-def _compile(dtype: torch.dtype | None, indices: torch.dtype) -> None:
+def _compile(calls: Iterator[tuple[Any, ...]]) -> None:
     """Call each loop once on nothing; numba compiles it or loads it from its cache."""
-    calls = _calls_of_messages(indices) if dtype is None else _calls_over_values(dtype, indices)
     for name, *nothing in calls:
         loop = _LOOPS[name]
         before = sum(loop.stats.cache_misses.values())
@@ -93,17 +96,22 @@ def _announce(folder: str | None) -> None:
     """Say what takes so long, after the first loop that was not in the cache."""
     global _announced
     if not _announced and folder:
-        log.warning("compiling kernels for this machine, once: 5 to 10 s")
+        log.warning("compiling kernels for this machine, once: about a minute")
     elif not _announced:
         log.warning(
-            "compiling kernels: 5 to 10 s in each process, because there is no place to cache "
+            "compiling kernels: about a minute in each process, as there is no place to cache "
             "them; set NUMBA_CACHE_DIR to a folder that can be written to"
         )
     _announced = True
 
 
+def _calls_of_most(dtype: torch.dtype | None, indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Each loop and its arguments, but those of fixed-size steps."""
+    return _calls_of_messages(indices) if dtype is None else _calls_over_values(dtype, indices)
+
+
 def _calls_of_messages(indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Each loop and its arguments; a short loop first, to see soon whether it is cached."""
+    """A short loop first, to see soon whether it is cached."""
     i = torch.empty(0, dtype=indices, device="cpu").numpy()
     u8, u32, u64 = (np.empty(0, f"u{size}") for size in (1, 4, 8))
     yield "pack_bits", i, 0, u8
@@ -130,14 +138,14 @@ def _calls_over_values(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tup
     yield "take_common", v, i, v, i
     yield "step_square", v, bits, v, 0, 0, mask, *[v.dtype.type(0)] * 2, 0.0, 0.0
     yield "adam", v, v, v, v, 0, 0, *[v.dtype.type(0)] * 9
-    n, u8, u64 = np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint64)
-    yield "pack", i, v, 8, n, 0, n, n, 0, u8, u64, v
-    yield "unpack", u8, u64, 8, n, n, n, 0, 0, 0, i, v, i, v, n.reshape(0, 0)
     yield "sum_select", i, v, np.empty(0, np.int64), 0, 0, 0, limit, mask, bits, i, v
-    yield from _calls_of_steps(i, v, bits)
 
 
-def _calls_of_steps(i: Any, v: Any, bits: Any) -> Iterator[tuple[Any, ...]]:
+def _calls_of_steps(dtype: torch.dtype, indices: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """These take by far the longest to compile."""
+    i = torch.empty(0, dtype=indices, device="cpu").numpy()
+    v = torch.empty(0, dtype=dtype, device="cpu").numpy()
+    bits = as_bits(v)
     n, word, message = np.empty(0, np.int64), np.zeros(16, np.int64), np.zeros(40, np.uint8)
     offered = i.reshape(0, 0), v.reshape(0, 0), word
     messages, scratch = message.reshape(1, 40), (i, v, bits)
@@ -147,6 +155,13 @@ def _calls_of_steps(i: Any, v: Any, bits: Any) -> Iterator[tuple[Any, ...]]:
     yield "combine", NOTHING, word, word, *offered, messages, message, i, v, *scratch
     yield "apply", NOTHING, word, word, word, n, 0, 1.0, 0, *offered, messages, i, v, *scratch
     yield "write_parts", NOTHING, word, n, 0, 0, 0, 0, *scratch
+
+
+compiled = _Compiled(_calls_of_most)
+steps_compiled = _Compiled(_calls_of_steps)
+"""Loops of fixed-size steps."""
+I32 = torch.int32
+"""For loops without indexes, which are compiled with those of 32-bit ones."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from .. import numbers
 from ..plan import Plan, Vectors
 from ..reference.step import Step
 from .arrays import as_bits
-from .compiling import compiled
+from .compiling import steps_compiled
 from .form import AS_BFLOAT16, AS_FLOAT16, AS_RESIDUAL, WIRES, form_of
 from .threads import parallel
 
@@ -43,7 +43,7 @@ class CpuStep(Step):
         if not self._known:
             return
         kind = numbers.index_dtype(plan.numel)
-        self._kind, self._loops = (dtype, kind), compiled[dtype, kind]
+        self._kind, self._loops = (dtype, kind), steps_compiled[dtype, kind]
         self._form = form_of(plan, dtype)
         self._scratch_size = self._form.scratch
         self._records = self.before.numpy(), self.after.numpy()

@@ -102,9 +102,7 @@ def keep_largest(
         digit = int(ordered[wanted - 1]) >> numbers.leading_shift(values.dtype)
         above, inside = int((digits > digit).sum()), int((digits == digit).sum())
         shift = numbers.leading_shift(values.dtype)
-        about = numbers.from_bits(
-            spread_evenly(digit, above, inside, wanted, shift), values.dtype
-        )
+        about = numbers.from_bits(spread_evenly(digit, above, inside, wanted, shift), values.dtype)
     return *keep(indices, values, threshold, ties), threshold, about
 
 
