@@ -56,11 +56,12 @@ class Fleet:
     """P ranks, and their state from step to step.
 
     Args:
-        kind: the kernels' Step.
-        kinds: type of gradients and averages.
+        kind: the kernels' Step, or that of each rank.
+        gradient_dtype: of gradients and averages.
+        rider: bytes that travel with each message.
     """
 
-    kind: type[Step]
+    kind: type[Step] | Sequence[type[Step]]
     numel: int
     size: int
     k: int
@@ -71,6 +72,8 @@ class Fleet:
     momentum: float = 0.0
     capacity: float = 1.15
     boundaries: list[int] = field(default_factory=list)
+    device: str = "cpu"
+    rider: int = 0
 
     def __post_init__(self) -> None:
         self.gradient_dtype = self.gradient_dtype or self.dtype
@@ -80,8 +83,12 @@ class Fleet:
         infinity = numbers.infinity(self.dtype)
         thresholds = [infinity, 0, infinity, 0]
         self.states = [[*thresholds, *self.boundaries] for _ in range(self.size)]
-        self.residuals = [torch.zeros(self.numel, dtype=self.dtype) for _ in range(self.size)]
-        self.velocities = [torch.zeros(self.numel, dtype=self.dtype) for _ in range(self.size)]
+        self.residuals = [
+            torch.zeros(self.numel, dtype=self.dtype, device=self.device) for _ in range(self.size)
+        ]
+        self.velocities = [
+            torch.zeros(self.numel, dtype=self.dtype, device=self.device) for _ in range(self.size)
+        ]
         self.steps: list[Step] = []
 
     def begin(
@@ -99,22 +106,23 @@ class Fleet:
         for rank, gradient in enumerate(gradients):
             plan = plan_of(
                 self.numel, self.size, rank, self.k, span, self.parts, self.wire, self.dtype,
-                self.capacity,
+                self.capacity, self.rider,
             )  # fmt: skip
-            step = self.kind(plan, self.dtype, torch.device("cpu"))
+            kind = self.kind if isinstance(self.kind, type) else self.kind[rank]
+            step = kind(plan, self.dtype, torch.device(self.device))
             step.before[LOCAL : REGIONS + self.size + 1] = torch.tensor(self.states[rank])
-            flat = gradient.to(self.gradient_dtype)
+            flat = gradient.to(self.device, self.gradient_dtype)
             with_momentum = self.momentum > 0
             vectors = Vectors(
                 list(flat.split(list(self.parts))),
                 list(torch.full_like(flat, 7.0).split(list(self.parts))),
                 self.residuals[rank],
-                torch.full((self.numel,), 5.0, dtype=self.dtype),
+                torch.full_like(self.residuals[rank], 5.0),
                 factor,
                 scale,
                 self.momentum,
                 self.velocities[rank] if with_momentum else None,
-                torch.empty(self.numel, dtype=self.dtype) if with_momentum else None,
+                torch.empty_like(self.residuals[rank]) if with_momentum else None,
             )
             least_now = math.ceil(0.9 * self.k) if least is None else least
             step.prepare(vectors, least_now, 1000)

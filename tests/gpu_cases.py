@@ -6,6 +6,7 @@ is imported.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -20,13 +21,14 @@ from triton.runtime import interpreter
 
 from fleet import Fleet
 from oktopk.kernels.gpu.loops import choosing
+from oktopk.kernels.gpu.rehearsal import rehearse
 from oktopk.kernels.gpu.step import GpuStep
 from oktopk.kernels.layout import ELIAS_FANO
 from oktopk.kernels.plan import COUNT, DAMAGED, FLAGS
 from oktopk.kernels.reference.step import Step, _seal
 
 assert isinstance(choosing.scan, interpreter.InterpretedFunction), "see test_gpu_kernels.py"
-FEW = 9
+FEW = 6
 EXAMPLES = int(os.environ.get("OKTOPK_GPU_EXAMPLES", FEW))
 """Of each property; more of them take minutes."""
 Damage = Callable[[Step, str], None]
@@ -68,11 +70,17 @@ def entries(step: Step) -> list[Tensor]:
     return [step._indices, step._sent, step._counts, step._mine, step._errors]
 
 
+turns = itertools.count()
+
+
 class Pair:
-    """Two fleets with the same gradients."""
+    """Two fleets with the same gradients. In the second one a rank runs Triton, in turn: messages
+    are the same, so the others may be the reference."""
 
     def __init__(self, kind: type[GpuStep] = SmallStep, **settings: Any) -> None:
-        self.fleets = Fleet(Step, **settings), Fleet(kind, **settings)
+        kinds = [Step] * settings["size"]
+        kinds[next(turns) % len(kinds)] = kind
+        self.fleets = Fleet(Step, **settings), Fleet(kinds, **settings)
 
     def run(self, gradients: Sequence[Tensor], damage: Damage | None = None, **how: Any) -> None:
         one, other = self.fleets
@@ -154,7 +162,6 @@ def test_gradients_of_16_bits(gradient: torch.dtype) -> None:
 def test_values_that_are_not_finite(bad: float) -> None:
     pair = Pair(numel=300, size=2, k=20, parts=(300,), momentum=0.5)
     gradients = [gaussian(300, rank) for rank in range(2)]
-    pair.run(gradients)
     gradients[1][77] = bad
     pair.run(gradients)
     assert not any(record[0] for record in pair.fleets[1].records())
@@ -170,12 +177,13 @@ def test_density_1() -> None:
 
 @pytest.mark.parametrize(
     ("numel", "k", "low"),
-    [(150, 60, -1), (500, 20, 4), (9_000, 20, 8), (99_000, 12, 12), (600_000, 1, 16)],
+    [(150, 60, -1), (99_000, 12, 12), (600_000, 1, 16)],
 )
 def test_codes_of_positions(numel: int, k: int, low: int) -> None:
     pair = Pair(WideStep, numel=numel, size=2, k=k, parts=(numel,))
     pair.run([gaussian(numel, rank) for rank in range(2)])
-    assert {vars(phases)["_low_bits"] for phases in pair.fleets[1].steps} == {low}
+    found = {vars(phases).get("_low_bits") for phases in pair.fleets[1].steps}
+    assert found - {None} == {low}
 
 
 def damages(seed: int, where: str, rank: int) -> Damage:
@@ -212,9 +220,8 @@ def damages(seed: int, where: str, rank: int) -> Damage:
     return damage
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4"])
-@pytest.mark.parametrize("where", ["received", "gathered"])
-@settings(max_examples=EXAMPLES // 3, derandomize=EXAMPLES == FEW)
+@pytest.mark.parametrize(("where", "wire"), [("received", "int8"), ("gathered", "int4")])
+@settings(max_examples=EXAMPLES // 2, derandomize=EXAMPLES == FEW)
 @given(seed=st.integers(0, 1 << 30))
 def test_damaged_messages(where: str, wire: str, seed: int) -> None:
     size, numel = 2 + seed % 2, 40 + seed % 300
@@ -235,7 +242,7 @@ def test_positions_that_repeat(where: str) -> None:
             message[step.plan.positions_at + step.plan.bitmap :] = 0
             _seal(message, 1000)
 
-    pair = Pair(WideStep, numel=500, size=2, k=40, parts=(500,))
+    pair = Pair(WideStep, numel=500, size=2, k=40, parts=(500,), rider=24)
     pair.run([gaussian(500, 0), gaussian(500, 1)], damage)
     assert pair.fleets[1].steps[0].plan.code >= ELIAS_FANO
     assert pair.fleets[1].records()[0][DAMAGED] == 2
@@ -298,3 +305,7 @@ def test_others_run_on_the_reference(settings: dict[str, Any]) -> None:
     for fleet in pair.fleets:
         fleet.run([gaussian(100, rank) for rank in range(2)])
     assert pair.fleets[0].records() == pair.fleets[1].records()
+
+
+def test_a_rehearsal_works() -> None:
+    rehearse.__wrapped__(torch.device("cpu"))

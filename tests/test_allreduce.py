@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -152,7 +153,10 @@ def count_independently(rank: Rank, name: str) -> None:
         # With sizes, a rank sends nothing to itself.
         lambda _, t, *sizes: t.nbytes if sizes else t.nbytes * others / rank.size,
     )
+    handle = reduce._transport._handle
+    rows = counting(handle.alltoall_base, lambda _, t, *__: t.nbytes * others / rank.size)
     with (
+        mock.patch.object(reduce._transport, "_handle", SimpleNamespace(alltoall_base=rows)),
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
         mock.patch.object(dist, "batch_isend_irecv", batch),

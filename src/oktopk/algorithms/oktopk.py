@@ -147,7 +147,7 @@ class OkTopk(Algorithm[OkTopkState]):
         return 6 * self.target(numel) * (size - 1) / size
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1 << 14)
 def _plan(
     capacity: float,
     k: int,

@@ -20,15 +20,27 @@ from .select import smallest
 
 
 class Steps:
-    """Memory for the fixed-size steps of one vector. It is made anew when sizes change."""
+    """Memory for the fixed-size steps of one vector.
+
+    The length of the longest region may change from step to step, so a few steps are kept. Other
+    changes are rare, and then all are made anew.
+    """
+
+    _MOST = 4
 
     def __init__(self) -> None:
-        self._last: Step | None = None
+        self._kept: dict[int, Step] = {}
+        """By the length of the longest region."""
 
     def of(self, plan: Plan, values: Tensor, kind: type[Step]) -> Step:
-        if self._last is None or self._last.plan is not plan:
-            self._last = kind(plan, values.dtype, values.device)
-        return self._last
+        step = self._kept.get(plan.span)
+        if step is None or step.plan is not plan:
+            if any(kept.plan.k != plan.k for kept in self._kept.values()):
+                self._kept.clear()
+            elif len(self._kept) == self._MOST:
+                del self._kept[next(iter(self._kept))]
+            step = self._kept[plan.span] = kind(plan, values.dtype, values.device)
+        return step
 
 
 class Accumulator:

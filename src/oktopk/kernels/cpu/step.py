@@ -46,6 +46,8 @@ class CpuStep(Step):
         self._kind, self._loops = (dtype, kind), steps_compiled[dtype, kind]
         self._form = form_of(plan, dtype)
         self._scratch_size = self._form.scratch
+        self._wide = plan.size * plan.most + plan.k > plan.numel // 2
+        """Whether sums and averages take much scratch memory."""
         self._records = self.before.numpy(), self.after.numpy()
         self._offered = self._indices.numpy(), self._sent.numpy(), self._counts.numpy()
         self._messages = self.send.numpy(), self.received.numpy(), self.gathered.numpy()
@@ -77,7 +79,7 @@ class CpuStep(Step):
             *self._offered, self._messages[0], *scratch,
         )  # fmt: skip
         if used > form.numel // 4:
-            del _room.arrays[self._kind]
+            self._let_go()
 
     def combine(self) -> None:
         if not self._known:
@@ -106,6 +108,12 @@ class CpuStep(Step):
                 lambda low, high: write(form, at, ends, kind, low, high, count, *scratch),
                 form.numel,
             )
+        if self._wide:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Much of the scratch memory has become real, so free it."""
+        _room.arrays.pop(self._kind, None)
 
     def _addresses(self, vectors: Vectors, parts: Sequence[Tensor]) -> Any:
         """Where vectors and parts are; None if loops do not know such ones."""

@@ -13,7 +13,10 @@ What they do not support, such as float64 or other wire formats, the reference d
 
 from __future__ import annotations
 
+import torch
+
 from .. import Kernels
+from .rehearsal import rehearse
 from .step import GpuStep
 
 
@@ -21,3 +24,8 @@ class GpuKernels(Kernels):
     """The reference documents each function."""
 
     Step = GpuStep
+
+    @staticmethod
+    def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+        if steps and dtype == torch.float32:
+            rehearse(torch.device("cuda", torch.cuda.current_device()))

@@ -182,4 +182,5 @@ class Passes(Step):
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        device = self.before.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,7 +7,6 @@ for the device or copies from it.
 from __future__ import annotations
 
 import torch
-from triton import language as tl
 
 from ..plan import REGIONS, Vectors
 from . import launching
@@ -15,7 +14,7 @@ from .launching import blocks
 from .loops import dense, reading, recording
 from .passes import Passes
 
-KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of gradients that have kernels."""
 
 
@@ -140,7 +139,7 @@ class GpuStep(Passes):
         kinds = {part.dtype for part in (*vectors.gradient, *vectors.out)}
         flat = all(part.is_contiguous() for part in (*vectors.gradient, *vectors.out))
         both = (vectors.velocity is None) == (vectors.velocity_after is None)
-        return self._width > 0 and kinds <= KINDS.keys() and flat and both
+        return self._width > 0 and kinds <= set(KINDS) and flat and both
 
     def _accumulate(self, vectors: Vectors) -> None:
         """values = residual + gradient, part by part."""
@@ -177,7 +176,8 @@ class GpuStep(Passes):
         self._blocks(
             dense.average, plan.k, 1, values, self._chosen, self._chosen_values, self._averages,
             self._state, plan.k, float(plan.size), scale, undone, float(torch.finfo(kind).max),
-            plan.rank, plan.size, KIND=KINDS[kind], SCALED=scale != 1.0,
+            plan.rank, plan.size, ROUNDED=kind != torch.float32, BFLOAT=kind == torch.bfloat16,
+            SCALED=scale != 1.0,
         )  # fmt: skip
 
     def _deliver(self, vectors: Vectors) -> None:

@@ -163,6 +163,7 @@ class Step:
         """Phase 2: this owner's part of the sums, in one message for all.
 
         1. All messages are read and checked. Of a damaged one no entry is used, and it is reported.
+           A program point counts if the checksum is right.
         2. The entries of each element are added in the order of ranks.
         3. The sums that reach the global threshold are selected. If these are fewer than `fewest`,
            the threshold is wrong, and the `share` largest sums are selected instead. No more than
@@ -183,7 +184,9 @@ class Step:
                 # The first damaged message is reported.
                 damaged = torch.where(right | (damaged > 0), damaged, 1 + source)
                 after[ALL_FINITE] &= torch.where(right, flags & FINITE, 1)
-                points[source] = message.view(torch.int64)[POINT]
+                words = message.view(torch.int64)
+                sealed = mixed(words).sum() == words[CHECKSUM]
+                points[source] = torch.where(sealed, words[POINT], points[plan.rank])
             there = torch.arange(plan.most, device=self.device) < count
             # Places that are not there meet behind the last element, where nobody reads.
             sums[torch.where(there, index - low, plan.span)] += torch.where(there, entries, 0)
@@ -246,7 +249,7 @@ class Step:
         after[REGIONS + 1 + 2 * size :] = torch.searchsorted(index, self._stops).diff()
 
         self._clear(vectors, index)
-        averages = sums / size
+        averages = sums / sums.new_full((), size)  # a GPU multiplies by the inverse of a number
         if vectors.scale != 1.0:
             averages = averages * vectors.scale
         kind = vectors.out[0].dtype

@@ -16,6 +16,7 @@ from ...numbers import LEADING_BITS
 from ...plan import (
     ALL_FINITE,
     APPLIED,
+    CHECKSUM,
     DAMAGED,
     DAMAGED_SHIFT,
     FINITE,
@@ -33,6 +34,7 @@ from ...plan import (
 )
 from ..form import AS_BFLOAT16, AS_RESIDUAL, PARTS, VALUES, VELOCITY_AFTER
 from ..vectors import of_bfloat16, of_float16, to_bfloat16, to_float16, vector_at
+from .codes import checksum
 from .messages import LARGEST_BFLOAT16, clamped, read_message, write_message
 from .pass_over import add_and_find, head_of
 from .selection import histogram as _plain_histogram
@@ -255,7 +257,9 @@ def combine(  # type: ignore[no-untyped-def]
                 finite &= flags & FINITE
             elif damaged == 0:
                 damaged = 1 + source
-            after[points + source] = message.view(np.int64)[POINT]
+            head, words = message.view(np.int64), message.view(np.uint64)
+            sealed = right or checksum(words) == words[CHECKSUM]
+            after[points + source] = head[POINT] if sealed else after[points + form.rank]
         end += count
         ends[source] = end
     front = form.size * most

@@ -130,21 +130,21 @@ def clear_entries(
 
 
 @triton.jit
-def _rounded(values, KIND: tl.constexpr):
+def _rounded(values, BFLOAT: tl.constexpr):
     """Finite values, rounded to the nearest of 16 bits, and to the even one of two."""
-    if tl.bfloat16 == KIND:
+    if BFLOAT:
         bits = values.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         values = bits.to(tl.float32, bitcast=True)
     else:
-        values = values.to(KIND).to(tl.float32)
+        values = values.to(tl.float16).to(tl.float32)
     return values
 
 
 @triton.jit
 def average(
     values, applied, sums, averages, state, limit, size, scale, undone, largest, rank, ranks,
-    KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr, BFLOAT: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Averages of the applied entries. This rank keeps the errors of its share.
 
@@ -154,19 +154,24 @@ def average(
         limit: no more are applied.
         size: P, as a float. `rank` and `ranks` are integers.
         undone: what turns a rounded average into a sum again.
-        KIND: type that averages are rounded to. float32: there are no errors.
-        largest: of this type.
+        largest: number of the type that averages are rounded to.
+        ROUNDED: whether they are rounded to 16 bits.
+        BFLOAT: to bfloat16 instead of float16.
+
+    Flags stand for types: to compare types goes wrong before Triton 3.4.
     """
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(state + KEPT)
     inside = (slot < count) & (slot < limit)
     total = tl.load(sums + slot, mask=inside, other=0.0)
-    mean = tl.div_rn(total, tl.zeros_like(total) + size)
+    # Rounded once more this is the float32 quotient. Before Triton 3.6, a division of float32 gives
+    # zero for the smallest numbers.
+    mean = (total.to(tl.float64) / size).to(tl.float32)
     if SCALED:
         mean = mean * scale
-    if tl.float32 != KIND:
+    if ROUNDED:
         mean = tl.minimum(tl.maximum(mean, -largest), largest)
-        mean = _rounded(mean, KIND)
+        mean = _rounded(mean, BFLOAT)
         name = tl.load(applied + slot, mask=inside, other=0).to(tl.int64)
         # The share ends before count * (rank + 1) / P, without an overflow.
         share = (slot >= count * rank // ranks) & (slot < count * (rank + 1) // ranks) & inside

@@ -203,7 +203,10 @@ def judge_offers(
     tl.store(after + DAMAGED, damaged)
     finite = tl.min(flags & FINITE, 0)
     tl.store(after + ALL_FINITE, tl.load(after + ALL_FINITE) & finite)
-    point = tl.load(words + row * stride + POINT, mask=others, other=0)
+    sealed = tl.load(words + row * stride + CHECKSUM, mask=others, other=0) == tl.load(
+        checks + row, mask=others, other=0)  # fmt: skip
+    point = tl.load(words + row * stride + POINT, mask=others & sealed, other=0)
+    point = tl.where(sealed, point, tl.load(after + REGIONS + 1 + ranks + rank))
     tl.store(after + REGIONS + 1 + ranks + row, point, mask=others)
 
 
