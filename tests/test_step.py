@@ -17,7 +17,7 @@ from hypothesis import given
 from torch import Tensor
 
 from fleet import Fleet
-from oktopk.kernels.cpu.step import CpuStep
+from oktopk.kernels.cpu.step import CpuStep, _room
 from oktopk.kernels.plan import (
     ALL_FINITE,
     CHECKSUM,
@@ -355,3 +355,12 @@ def test_halves(kind: torch.dtype) -> None:
                 )
         pair.combine()
         pair.apply()
+
+
+@pytest.mark.parametrize(("k", "kept"), [(100, True), (5000, False)])
+def test_scratch_memory_of_dense_steps_is_not_kept(k: int, kept: bool) -> None:
+    fleet = Fleet(CpuStep, 5000, 2, k, (5000,))
+    _room.arrays.clear()
+    for step in range(2):
+        fleet.run([torch.randn(5000, generator=torch.Generator().manual_seed(step))] * 2)
+    assert bool(_room.arrays) is kept
