@@ -23,8 +23,9 @@ $(READY): requirements.lock pyproject.toml
 	$(PIP) --no-deps --no-build-isolation --editable .
 	touch $@
 
-$(DEV): $(READY) requirements-dev.lock
+$(DEV): $(READY) requirements-dev.lock requirements-triton.lock
 	$(PIP) --requirement requirements-dev.lock
+	$(PIP) --no-deps --upgrade --target $(VENV)/triton --requirement requirements-triton.lock
 	touch $@
 
 quick: $(DEV)     ## some tests of every layer, in 90 seconds

@@ -1,5 +1,7 @@
 """Compiles the Triton kernels ahead of time, without a GPU, and prints what each one takes.
 
+    PYTHONPATH=.venv/triton python benchmarks/compile_gpu.py     # `make env` puts Triton there
+
 The step runs on meta tensors, which have no values: a phase that asks for one fails here. The
 launches that it makes are compiled for each target.
 """
