@@ -16,8 +16,8 @@ QUICK = {
     "test_step": "test_steps test_hostile* test_halves* test_a_step_is_few_calls*",
     "test_wire": "test_round_trip* test_damage_is_noticed* test_positions_that_lie* "
     "test_a_forged_message_is_an_error[int8-prepare-*",
-    "test_devices": "test_no_phase* test_a_phase_that* test_claimed* "
-    "test_every_algorithm_gives*[oktopk-?] test_every_algorithm_gives*[topka-3] "
+    "test_devices": "test_a_phase_that* test_claimed* "
+    "test_every_algorithm_gives*[oktopk-2] "
     "test_streams_never_race[oktopk-*",
     # algorithms
     "test_contract": "test_contract[*-3] test_every_algorithm_has_a_row",
