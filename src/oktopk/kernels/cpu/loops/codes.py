@@ -6,14 +6,10 @@ import numpy as np
 from numba import extending, uintp
 
 from ...layout import low_bytes as _plain_low_bytes
-from ...layout import padded as _plain_padded
-from ...layout import shortest as _plain_shortest
 from ...numbers import LARGEST, MIX, QUANTUM
 from ..vectors import lowest_bit
 
-_padded = extending.register_jitable(_plain_padded)
 _low_bytes = extending.register_jitable(_plain_low_bytes)
-_shortest = extending.register_jitable(_plain_shortest)
 
 
 @extending.register_jitable

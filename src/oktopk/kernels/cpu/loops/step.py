@@ -37,6 +37,7 @@ from ..vectors import of_bfloat16, of_float16, to_bfloat16, to_float16, vector_a
 from .codes import checksum
 from .messages import LARGEST_BFLOAT16, clamped, read_message, write_message
 from .pass_over import add_and_find, head_of
+from .selection import _from_top
 from .selection import histogram as _plain_histogram
 from .selection import keep_largest as _plain_keep_largest
 from .selection import scatter as _plain_scatter
@@ -158,22 +159,11 @@ def _find_again(form, address, indices, values, bits):  # type: ignore[no-untype
     for j in range(uintp(form.numel)):
         zeros += (its_bits[j] & mask) == word(0)
     counts[0] -= zeros
-    start, _ = _digit_of(counts, max(form.k, form.aim))
+    start, _ = _from_top(counts, max(form.k, form.aim))
     limit = word(1) if start <= 0 else word(word(start) << shift)
     room = _select(vector, its_bits, 0, form.numel, limit, mask, indices, values)
-    digit, above = _digit_of(counts, form.aim)
+    digit, above = _from_top(counts, form.aim)
     return np.int64(room), form.numel - zeros, max(digit, 0), above, counts[max(digit, 0)]
-
-
-@extending.register_jitable
-def _digit_of(counts, rank):  # type: ignore[no-untyped-def]
-    """The bin that a rank is in, counted from the largest, and how many are above it; -1: none."""
-    above = 0
-    for digit in range(counts.size - 1, -1, -1):
-        if above + counts[digit] >= rank:
-            return digit, above
-        above += counts[digit]
-    return -1, 0
 
 
 @extending.register_jitable
