@@ -67,7 +67,7 @@ class OkTopk(Algorithm[OkTopkState]):
     fixed_size = True
     threshold_interval: int = 32
     """Sparse steps between exact local thresholds (tau' in the paper)."""
-    capacity: float = 1.15
+    capacity: float = 1.08
     """Room of each message, in multiples of k/P."""
 
     def __post_init__(self) -> None:
@@ -103,15 +103,20 @@ class OkTopk(Algorithm[OkTopkState]):
         record = step.read()
         lap("apply")
         comm.check_record(record)
-        local, total = Carried.of(record.local, step.dtype), Carried.of(record.total, step.dtype)
-        written = Written(
-            record.applied,
-            record.offered,
-            numbers.from_bits(record.local_limit, step.dtype),
-            numbers.from_bits(record.total_limit, step.dtype),
-            record.overflow,
+        offered_from, applied_from, local, total = numbers.reals(
+            step.dtype, record.local_limit, record.total_limit, record.local[0], record.total[0]
         )
-        return written, OkTopkState(state.steps + 1, local, total, record.regions)
+        octave = numbers.OCTAVE[step.dtype]
+        after = OkTopkState(
+            state.steps + 1,
+            Carried(local, record.local[1] / octave),
+            Carried(total, record.total[1] / octave),
+            record.regions,
+        )
+        written = Written(
+            record.applied, record.offered, offered_from, applied_from, record.overflow
+        )
+        return written, after
 
     def _alone(
         self, state: OkTopkState, acc: Accumulator, comm: Comm, exact: bool

@@ -18,10 +18,8 @@ MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 OCTAVE = {torch.float32: 1 << 23, torch.float64: 1 << 52}
 """How much larger the bits of twice a number are than its own."""
-_FORMS = {
-    torch.float32: (struct.Struct("=i"), struct.Struct("=f")),
-    torch.float64: (struct.Struct("=q"), struct.Struct("=d")),
-}
+_LETTERS = {torch.float32: ("i", "f"), torch.float64: ("q", "d")}
+"""Of an integer and a number of the same width, for `struct`."""
 
 
 def index_dtype(numel: int) -> torch.dtype:
@@ -42,17 +40,22 @@ def magnitude(values: Tensor) -> Tensor:
 
 def threshold_bits(threshold: float, dtype: torch.dtype) -> int:
     """|threshold| rounded to `dtype`, as an integer to compare magnitudes with."""
-    whole, real = _FORMS[dtype]
+    whole, real = _LETTERS[dtype]
     try:
-        return int(whole.unpack(real.pack(abs(threshold)))[0])
+        return int(struct.unpack(f"={whole}", struct.pack(f"={real}", abs(threshold)))[0])
     except OverflowError:  # it is beyond the largest number
         return infinity(dtype)
 
 
 def from_bits(bits: int, dtype: torch.dtype) -> float:
     """The number whose magnitude has these bits."""
-    whole, real = _FORMS[dtype]
-    return float(real.unpack(whole.pack(bits))[0])
+    return reals(dtype, bits)[0]
+
+
+def reals(dtype: torch.dtype, *bits: int) -> tuple[float, ...]:
+    """`from_bits` of several, in two calls."""
+    whole, real = _LETTERS[dtype]
+    return struct.unpack(f"={len(bits)}{real}", struct.pack(f"={len(bits)}{whole}", *bits))
 
 
 def infinity(dtype: torch.dtype) -> int:

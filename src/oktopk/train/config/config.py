@@ -111,7 +111,7 @@ class Compression(Section):
         "(2.3 bytes) or int4 (1.7 bytes). Rounding errors stay in the residual.",
     )
     capacity: float = option(
-        1.15, "Of oktopk: fixed size of a message, in multiples of k/P; 0: sizes are exchanged."
+        1.08, "Of oktopk: fixed size of a message, in multiples of k/P; 0: sizes are exchanged."
     )
     warmup_steps: int = option(128, "Dense steps before the first sparse one.", least=0)
     sigma_scale: float = option(2.5, "Gaussiank's first threshold, in deviations.", above=0)
@@ -137,7 +137,7 @@ class Compression(Section):
             raise UserError(f"--wire is {self.wire!r}, but must be one of {', '.join(FORMATS)}")
         if self.capacity != 0 and not 1 <= self.capacity < 100:
             raise UserError(
-                f"--capacity is {self.capacity}, but must be at least 1, such as 1.15, or 0 to "
+                f"--capacity is {self.capacity}, but must be at least 1, such as 1.08, or 0 to "
                 "exchange sizes"
             )
         self.algorithm()
