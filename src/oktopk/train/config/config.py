@@ -107,8 +107,8 @@ class Compression(Section):
     )
     wire: str = option(
         "int8",
-        "How entries travel: plain (8 bytes each), float32, bfloat16 (3 bytes), float16, int8 "
-        "(2.3 bytes) or int4 (1.7 bytes). Rounding errors stay in the residual.",
+        "How entries travel: plain (8.7 bytes each), float32, bfloat16 (3.3 bytes), float16, int8 "
+        "(2.2 bytes) or int4 (1.7 bytes). Rounding errors stay in the residual.",
     )
     capacity: float = option(
         1.08, "Of oktopk: fixed size of a message, in multiples of k/P; 0: sizes are exchanged."
