@@ -30,6 +30,9 @@ from .place import LOCAL, Place, place
 from .worker import INTERRUPTED, SIGNALS, choose_device, worker
 
 _MOST_WORKERS = 256
+_interruptions: list[BaseException] = []
+"""Kept until the process ends. The traceback of one holds torch's rendezvous, whose thread would
+complain if it were the last to let go of it."""
 
 
 def run(config: Config, explicit: Collection[str] = ()) -> int:
@@ -86,6 +89,7 @@ def _start(config: Config, size: int) -> int:
             elastic_launch(launch, _started)(config, os.getpid())
             return 0
         except SignalException as interruption:
+            _interruptions.append(interruption)
             print(INTERRUPTED, file=sys.stderr)
             return 128 + int(interruption.sigval)
         except ChildFailedError as error:
