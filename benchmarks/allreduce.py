@@ -9,6 +9,8 @@ columns
   / dense      ms over the ms of the torch.distributed.all_reduce calls between its steps
   bytes        bytes that a rank sends in a step, mean over ranks and steps (float32, so that a
                word is 4 bytes)
+  an entry     the same for each entry, everything included, where a rank sends its offer to owners
+               and the applied entries of its region to all others: oktopk, oktopk-variable
   x bound      the same in words over 2k(P-1)/P, the least that any algorithm must send
   count/k      applied entries over k, mean over steps
   off          mean of |applied entries / k - 1|
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=16, help="steps that are measured (16)")
     parser.add_argument("--skip", type=positive, default=10, help="steps before, unmeasured (10)")
     parser.add_argument("--threads", type=positive, default=1, help="threads of each rank (1)")
+    parser.add_argument("--wire", default="int8", metavar="NAME", help="wire format (int8)")
     parser.add_argument(
         "--algorithms", nargs="+", default=oktopk.names(), metavar="NAME", help="(all)"
     )
@@ -50,7 +53,7 @@ def main() -> None:
     args.algorithms = list(dict.fromkeys(args.algorithms))
     try:
         for name in args.algorithms:
-            oktopk.algorithm(name, density=args.density)
+            made(name, args)
     except ValueError as error:
         parser.error(str(error))
     rows = on_ranks(args.ranks, measure, args, threads=args.threads)
@@ -65,6 +68,11 @@ def main() -> None:
     print(table(rows))
 
 
+def made(name: str, args: argparse.Namespace) -> oktopk.Algorithm:
+    wire = {} if name == "dense" else {"wire": args.wire}
+    return oktopk.algorithm(name, density=args.density, **wire)
+
+
 def measure(rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     noise = [heavy_tailed(args.numel, seed=4 * rank + j) for j in range(2)]
     gradient = torch.empty(args.numel)
@@ -72,9 +80,7 @@ def measure(rank: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {}
     raw: dict[str, list[float]] = {}
     for name in args.algorithms:
-        reduce = oktopk.SparseAllreduce(
-            oktopk.algorithm(name, density=args.density), numel=args.numel
-        )
+        reduce = oktopk.SparseAllreduce(made(name, args), numel=args.numel)
         records[name], times[name], raw[name] = [], [], []
         for step in range(args.skip + args.steps):
             progress(rank, f"{name}: step {step + 1} of {args.skip + args.steps}")
@@ -100,6 +106,7 @@ def baseline(raw: list[float], args: argparse.Namespace) -> dict[str, Any]:
         "ms": statistics.median(raw),
         "/ dense": 1.0,
         "bytes": round(2 * 4 * args.numel * (args.ranks - 1) / args.ranks),
+        "an entry": 0.0,
         "x bound": args.numel / k if args.ranks > 1 else 0.0,
         "count/k": args.numel / k,
         "off": args.numel / k - 1,
@@ -120,11 +127,15 @@ def summary(
     mean_sent = float(sent) / args.ranks
     least = 4 * 2 * k * (args.ranks - 1) / args.ranks
     counts = [record.selected_global / k for record in records]
+    others = (args.ranks - 1) / args.ranks
+    entries = statistics.fmean(r.selected_local + r.selected_global for r in records) * others
+    by_owners = name.startswith("oktopk") and args.ranks > 1
     return {
         "algorithm": name,
         "ms": ms,
         "/ dense": ms / statistics.median(raw),
         "bytes": round(mean_sent),
+        "an entry": mean_sent / entries if by_owners else 0.0,
         "x bound": mean_sent / least if least else 0.0,
         "count/k": statistics.fmean(counts),
         "off": statistics.fmean(abs(count - 1) for count in counts),

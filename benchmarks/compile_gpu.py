@@ -23,9 +23,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+try:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+except ImportError:
+    sys.exit("Triton is needed: `make env`, then PYTHONPATH=.venv/triton python ...")
 
 from common import table
 from oktopk.kernels import numbers

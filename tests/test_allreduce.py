@@ -445,8 +445,8 @@ def test_messages_of_fixed_size(ranks: Ranks, identical: bool) -> None:
         off = [abs(stats.selected_global / k - 1) for stats in settled]
         assert sum(off) / len(off) < 0.05
         assert sum(stats.overflow for stats in settled) / len(settled) < 0.05 * k
-        # Room for 1.2 k/P entries of at most 3.2 bytes, heads aside, for 3 peers, twice.
-        assert max(stats.bytes_sent for stats in settled) < 2 * 3 * (1.25 * k / 4 * 3.2 + 200)
+        # Room for 1.2 k/P entries of at most 2.3 bytes, heads aside, for 3 peers, twice.
+        assert max(stats.bytes_sent for stats in settled) < 2 * 3 * (1.25 * k / 4 * 2.3 + 200)
 
 
 def test_what_finds_no_room_waits(ranks: Ranks) -> None:

@@ -305,7 +305,7 @@ MOST_WAITS = {
     "topkdsa": 115.0,
     "gtopk": 70.0,
     "gaussiank": 50.0,
-    "oktopk": 20.0,
+    "oktopk": 8.0,
     "oktopk-variable": 140.0,
 }
 """How often the host may wait in a sparse step of two or three ranks, on average: half as much

@@ -353,6 +353,14 @@ def test_quantised_values_are_near() -> None:
         assert bool(((read / x - 1).abs() < most).all())
 
 
+@pytest.mark.parametrize("width", [8, 4])
+def test_no_value_is_sent_at_twice_its_size(width: int) -> None:
+    """Even where one scale holds numbers of all sizes, so that codes are many octaves apart."""
+    x = torch.exp2(torch.rand(100_000, generator=torch.Generator().manual_seed(2)) * 250 - 125)
+    read = cpu.dequantise(*cpu.quantise(x, width), x.numel(), width)
+    assert bool((read < 2 * x).all())
+
+
 @given(words=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=30))
 def test_checksum(words: list[int]) -> None:
     x = torch.tensor(words, dtype=torch.int64)

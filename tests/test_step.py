@@ -193,7 +193,7 @@ def test_steady_steps(wire: str, gradient: torch.dtype, momentum: float) -> None
     generator = torch.Generator().manual_seed(5)
     for _ in range(4):
         pair.run(gradients_of("normal", 3, 100_003, generator), 1.0, 1.0)
-    assert sum(fleet.steps[0].read().overflow for fleet in pair.fleets) >= 0
+    assert sum(fleet.steps[0].read().overflow for fleet in pair.fleets) > 0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -74,7 +74,7 @@ class OkTopk(Algorithm[OkTopkState]):
         super().__post_init__()
         if not (isinstance(self.capacity, int | float) and 1 <= self.capacity < math.inf):
             raise ValueError(
-                f"capacity is {self.capacity!r}, but must be at least 1, such as 1.2: a message "
+                f"capacity is {self.capacity!r}, but must be at least 1, such as 1.08: a message "
                 "has room for capacity * k / P entries. OkTopkVariable exchanges sizes instead"
             )
 

@@ -55,7 +55,7 @@ _wire_of = functools.cache(Wire)
 def prepare(algorithm: Algorithm, numel: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile the kernels of sparse steps now, not in the middle of a run."""
     if not isinstance(algorithm, Dense) and dtype in RESIDUAL_DTYPE:
-        for_device(device).prepare(RESIDUAL_DTYPE[dtype], numel, algorithm.fixed_size)
+        for_device(device).prepare(RESIDUAL_DTYPE[dtype], numel, algorithm.fixed_size, device)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Kernels:
     """
 
     @staticmethod
-    def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+    def prepare(dtype: torch.dtype, numel: int, steps: bool, device: torch.device) -> None:
         """Do now what would make the first calls slow, for vectors of `numel` values.
 
         Args:

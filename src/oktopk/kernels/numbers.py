@@ -16,7 +16,9 @@ LEADING_BITS = 13
 MIX = (0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53)
 """Odd factors of the checksum: one for places, and those of MurmurHash3 for words."""
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-OCTAVE = {torch.float32: 1 << 23, torch.float64: 1 << 52}
+OCTAVE_BITS = 23
+"""Bits of the fraction of a float32."""
+OCTAVE = {torch.float32: 1 << OCTAVE_BITS, torch.float64: 1 << 52}
 """How much larger the bits of twice a number are than its own."""
 _LETTERS = {torch.float32: ("i", "f"), torch.float64: ("q", "d")}
 """Of an integer and a number of the same width, for `struct`."""

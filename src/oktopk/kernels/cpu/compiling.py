@@ -1,19 +1,23 @@
 """Loops are compiled on first use, or when `prepare` says so.
 
 numba caches compiled code beside the loops, or in the user's cache folder; without a place that it
-can write to, each process compiles for itself. Processes take turns through a lock file: numba's
-cache is not safe alone, and one of several ranks compiles while the others wait and then load.
+can write to, each process compiles for itself. Loops are made of parts from many files, so the code
+of a loop is used only if none of these files has changed. Processes take turns through a lock file:
+numba's cache is not safe alone, and one of several ranks compiles while the others wait and then
+load.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import inspect
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -28,13 +32,26 @@ from .loops import codes, optimizer, selection, step
 log = logging.getLogger(__name__)
 
 
+def _digest() -> str:
+    """Of all sources that loops are made of."""
+    here = Path(__file__).parent
+    files = sorted([*here.rglob("*.py"), *here.parent.glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+_SOURCES = _digest()
+
+
 def _jit(loop: Any) -> Any:
     # As in numpy, a division by zero is no exception: to look for one costs more than the division.
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(loop)
+        compiled = numba.njit(cache=True, **options)(loop)
     except RuntimeError:  # no place to cache: neither the package, nor a home directory
         return numba.njit(**options)(loop)
+    # numba itself looks at the one file that the loop stands in.
+    compiled._cache._cache_file._source_stamp = _SOURCES
+    return compiled
 
 
 _LOOPS = {
@@ -50,7 +67,7 @@ _announced = False
 _lock = threading.Lock()
 
 
-def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+def prepare(dtype: torch.dtype, numel: int, steps: bool, device: torch.device) -> None:
     index = numbers.index_dtype(numel)
     types = sorted({I32, index}, key=str)
     compiled.ensure(*((kind, indices) for kind in (None, dtype) for indices in types))

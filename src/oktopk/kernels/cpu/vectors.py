@@ -1,7 +1,6 @@
 """A few instructions that numba does not offer, written in LLVM, the compiler below it.
 
-LLVM translates them for any processor. numba's cache notices when a file in `loops/` has changed,
-but not when this file or `numbers.py` has: after an edit here, touch those files as well.
+LLVM translates them for any processor.
 """
 
 from __future__ import annotations

@@ -26,6 +26,6 @@ class GpuKernels(Kernels):
     Step = GpuStep
 
     @staticmethod
-    def prepare(dtype: torch.dtype, numel: int, steps: bool) -> None:
+    def prepare(dtype: torch.dtype, numel: int, steps: bool, device: torch.device) -> None:
         if steps and dtype == torch.float32:
-            rehearse(torch.device("cuda", torch.cuda.current_device()))
+            rehearse(device)

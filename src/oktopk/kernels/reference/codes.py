@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..layout import low_bytes
-from ..numbers import LARGEST, MIX, QUANTUM, magnitude
+from ..numbers import LARGEST, MIX, OCTAVE_BITS, QUANTUM, magnitude
 
 
 def pack_bits(indices: Tensor, low: int, out: Tensor) -> None:
@@ -89,6 +89,10 @@ def quantise(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     of its smallest and of its largest. This is about evenly in the logarithm, so small values next
     to large ones keep their digits. The last 8 bits of a scale hold the logarithm of the spacing;
     the others are those of the smallest magnitude.
+
+    A value is rounded to the nearest code, but where codes are several octaves apart, upwards only
+    by less than half an octave. A value that is sent at more than twice its size would leave a
+    residual larger than itself, and error feedback would blow it up.
     """
     count, most = values.numel(), (1 << (width - 1)) - 1
     if count == 0:
@@ -99,7 +103,7 @@ def quantise(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     # The exponent of an integer is its number of bits.
     needed = torch.frexp((blocks.amax(1, keepdim=True) - base).double()).exponent.long()
     shift = (needed - width + 1).clamp(min=0)
-    codes = (blocks - base + ((1 << shift) >> 1)) >> shift
+    codes = (blocks - base + ((1 << shift.clamp(max=OCTAVE_BITS)) >> 1)) >> shift
     codes = codes.clamp(max=most).flatten()[:count]
     codes += (most + 1) * (values.view(torch.int32) < 0)
     packed = codes.to(torch.uint8) if width == 8 else _paired(codes)

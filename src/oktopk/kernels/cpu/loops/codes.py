@@ -6,7 +6,7 @@ import numpy as np
 from numba import extending, uintp
 
 from ...layout import low_bytes as _plain_low_bytes
-from ...numbers import LARGEST, MIX, QUANTUM
+from ...numbers import LARGEST, MIX, OCTAVE_BITS, QUANTUM
 from ..vectors import lowest_bit
 
 _low_bytes = extending.register_jitable(_plain_low_bytes)
@@ -121,7 +121,7 @@ def quantise(bits, width, codes, scales):  # type: ignore[no-untyped-def]
         shift = np.uint32(0)
         while (np.uint32(high - low) >> shift) > most:
             shift += np.uint32(1)
-        half = np.uint32((np.uint32(1) << shift) >> np.uint32(1))
+        half = np.uint32((np.uint32(1) << min(shift, np.uint32(OCTAVE_BITS))) >> np.uint32(1))
         for j in range(start, stop):
             code = np.uint32(np.uint32((bits[j] & magnitude) - low) + half) >> shift
             code = min(most, np.uint32(code))

@@ -47,6 +47,7 @@ REGIONS = tl.constexpr(plan.REGIONS)
 INFINITY = tl.constexpr(numbers.infinity(torch.float32))
 LEADING = tl.constexpr(numbers.leading_shift(torch.float32))
 LARGEST, QUANTUM = tl.constexpr(numbers.LARGEST), tl.constexpr(numbers.QUANTUM)
+OCTAVE_BITS = tl.constexpr(numbers.OCTAVE_BITS)
 MOST_TREND = tl.constexpr(numbers.OCTAVE[torch.float32] * control.TREND_LIMIT >> 8)
 TREND, SHORT = tl.constexpr(control.TREND), tl.constexpr(control.SHORT)
 MIX_PLACE, MIX_FIRST, MIX_SECOND = (

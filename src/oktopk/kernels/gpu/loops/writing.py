@@ -10,7 +10,7 @@ import triton
 from triton import language as tl
 
 from .choosing import _magnitude
-from .names import CHECKSUM, LARGEST, MIX_FIRST, MIX_PLACE, MIX_SECOND, QUANTUM
+from .names import CHECKSUM, LARGEST, MIX_FIRST, MIX_PLACE, MIX_SECOND, OCTAVE_BITS, QUANTUM
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _value(code, scale, WIDTH: tl.constexpr):
 @triton.jit
 def _code(values, base, shift, WIDTH: tl.constexpr):
     """The code of each value, in a block whose scale is known."""
-    half = (tl.full((), 1, tl.int64) << shift) >> 1
+    half = (tl.full((), 1, tl.int64) << tl.minimum(shift, OCTAVE_BITS)) >> 1
     code = (_magnitude(values).to(tl.int64) - base + half) >> shift
     code = tl.minimum(code, (1 << (WIDTH - 1)) - 1)
     return code + tl.where(values.to(tl.int32, bitcast=True) < 0, 1 << (WIDTH - 1), 0)
