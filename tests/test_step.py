@@ -194,8 +194,8 @@ def test_steady_steps(wire: str, gradient: torch.dtype, momentum: float) -> None
     for step in range(4):
         gradients = gradients_of("normal", 3, 100_003, generator)
         if step == 3:  # almost all that is large is in one region, which has no room for it
-            for gradient in gradients:
-                gradient[:20_000] *= 10
+            for one in gradients:
+                one[:20_000] *= 10
         pair.run(gradients, 1.0, 1.0)
         overflows.append(sum(each.read().overflow for each in pair.fleets[0].steps))
     assert overflows[-1] > 1000
