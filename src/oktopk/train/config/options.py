@@ -163,7 +163,7 @@ def spell(arguments: Sequence[str]) -> list[str]:
         elif kinds.get(name) is bool and not equals:
             is_value = bool(rest) and rest[0].lower() in WORDS
             spelled.append(f"{name}={rest.pop(0) if is_value else 'true'}")
-        elif name in several and not equals and rest:
+        elif name in several and not equals and rest and not rest[0].startswith("--"):
             taken = [rest.pop(0)]
             while rest and rest[0] in several[name]:
                 taken.append(rest.pop(0))
