@@ -36,6 +36,7 @@ from .model import (
     take_weights,
 )
 from .optimizers import learning_rate, make_optimizer
+from .page import Page
 from .records import EpochRecord, Observer, Outcome, Plan, StepRecord
 from .run_folder import RunFolder
 from .step import Diverged, train_step
@@ -107,7 +108,7 @@ class Trainer:
                 resume_step=self.step if config.run.resume else None,
                 resume_epoch=self.epoch,
             )
-            self.observers = (View(), kept) if observers is None else observers
+            self.observers = (View(), kept, Page(self.folder)) if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""
