@@ -486,6 +486,7 @@ def test_the_command_writes_a_page(
         (["RUN", "--output", "/dev/null"], "is not an ordinary file"),
         (["a=RUN"], ""),
         (["a=b"], "b is not a run folder"),
+        (["a=compared"], "compared holds a comparison"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -499,6 +500,8 @@ def test_mistakes_are_one_line(
     own = tmp_path / "run"
     shutil.copytree(run, own)
     monkeypatch.chdir(tmp_path)
+    Path("compared").mkdir()
+    Path("compared/comparison.json").touch()
     code = cli.main(["report", *(each.replace("RUN", "run") for each in arguments)])
     printed = capsys.readouterr().err
     assert code == (2 if expected else 0)

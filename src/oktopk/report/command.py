@@ -58,11 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _source(text: str) -> RunSource:
-    folder = expanded(text)
-    if folder.exists() or "=" not in text:
-        return RunSource(folder)
-    label, _, name = text.partition("=")
-    return RunSource(expanded(name), label)
+    folder, label = expanded(text), ""
+    if not folder.exists() and "=" in text:
+        label, _, name = text.partition("=")
+        folder = expanded(name)
+    if (folder / "comparison.json").exists():
+        raise UserError(
+            f"{folder} holds a comparison: `oktopk compare` writes its page, {folder / NAME}; to "
+            f"show some of its runs only, name them: {folder / 'cells'} has their folders"
+        )
+    return RunSource(folder, label)
 
 
 def _output(given: str | None, sources: Sequence[RunSource]) -> Path:
