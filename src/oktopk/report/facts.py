@@ -25,9 +25,6 @@ from ..workloads import WORKLOADS, workload_for
 from .runs import Run
 from .subjects import Subject
 
-_SEEDS = {"seed", "run_dir", "resume"}
-"""Settings that may differ between the runs of one group."""
-
 
 @dataclass(frozen=True)
 class Value:
@@ -250,11 +247,11 @@ def settings(subjects: Sequence[Subject]) -> list[Row]:
     """The configurations, those first that differ."""
     defaults = _defaults(subjects[0].first.config)
     names = dict.fromkeys(name for each in subjects for run in each.runs for name in run.config)
-    rows = [_row(name, subjects, lambda run, name=name: run.config.get(name)) for name in names]
-    rows = [
-        Row(row.name, row.cells, row.differs, _changed(row.name, subjects, defaults))
-        for row in rows
-    ]
+    rows = []
+    for name in names:
+        cells = [_cell([run.config.get(name) for run in each.runs], name) for each in subjects]
+        changed = _changed(name, subjects, defaults)
+        rows.append(Row(name, cells, len(set(cells)) > 1, changed))
     return sorted(rows, key=lambda row: not row.differs)
 
 
@@ -288,18 +285,13 @@ def environment(subjects: Sequence[Subject]) -> list[Row]:
 
 
 def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+    found = dict[str, str]()
     for name, value in environment.items():
         if isinstance(value, Mapping):
             found |= {str(key): _text(each) for key, each in value.items()}
         else:
             found[name] = " ".join(map(str, value)) if isinstance(value, list) else _text(value)
     return found
-
-
-def _row(name: str, subjects: Sequence[Subject], of: Callable[[Run], Any]) -> Row:
-    cells = [_cell([of(run) for run in each.runs], name) for each in subjects]
-    return Row(name, cells, len(set(cells)) > 1 and name not in _SEEDS - {"seed"})
 
 
 def _cell(values: Sequence[Any], name: str) -> str:

@@ -16,8 +16,7 @@ def training(curves: Curves) -> Section:
         curves.plot(
             "loss",
             "Training loss",
-            "The loss of rank 0's batches. The strong line is a running mean, the faint one "
-            "behind it is every step. Lower is better; look for a bump where sparsity starts.",
+            "The loss of rank 0's batches. Lower is better. Look for a bump where sparsity starts.",
             column("loss"),
             smoothed=True,
             yaxis=titled("loss"),
