@@ -68,8 +68,8 @@ class Section:
 
 
 def safe(text: str) -> str:
-    """A text as plotly shows it, with nothing that it would take for HTML or for a variable."""
-    return html.escape(text).replace("%{", "%&#123;")
+    """A text with nothing that plotly takes for HTML."""
+    return html.escape(text, quote=False)
 
 
 def short(text: str) -> str:

@@ -53,7 +53,7 @@ def _kinds(subjects: Sequence[Subject]) -> Plot:
     for subject, kinds in having:
         shown = [name for name in names if name in kinds and kinds[name].elements]
         bar = graph().Bar(
-            x=shown,
+            x=[safe(name) for name in shown],
             y=[kinds[name].applied / kinds[name].elements for name in shown],
             customdata=[f"{kinds[name].numel:,} parameters" for name in shown],
             name=safe(subject.label),

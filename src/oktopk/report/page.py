@@ -99,8 +99,11 @@ def _figure(plot: Plot) -> dict[str, Any]:
 
 def _title(subjects: Sequence[Subject]) -> str:
     names = [subject.label for subject in subjects]
+    runs = sum(len(subject.runs) for subject in subjects)
+    if runs > len(names):
+        return f"{runs} runs in {len(names)} groups"
     if len(names) > 3:
-        return f"{len(names)} runs side by side"
+        return f"{runs} runs side by side"
     return " · ".join(names)
 
 

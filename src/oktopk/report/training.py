@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .figures import LOG, Curves, Plot, Quantity, Section, column, titled
+from .figures import LOG, Curves, Plot, Quantity, Section, column, safe, titled
 from .runs import Points, Run
 
 
@@ -104,7 +104,7 @@ def _metric(curves: Curves, name: str, runs: Sequence[Run]) -> Plot:
         f"On data that the model does not learn from, at the end of an epoch. {better}.{note}",
         _values(name),
         markers=True,
-        yaxis=titled(label),
+        yaxis=titled(safe(label)),
     )
 
 
