@@ -155,8 +155,10 @@ class Curves:
             hovermode="x unified",
         )
         lines = [level(reference)] if reference is not None and traces else []
-        at_step = marks(self.subjects, seconds=False, own=lines)
-        at_seconds = marks(self.subjects, seconds=True, own=lines)
+        at_step, at_seconds = (
+            marks(self.subjects, seconds=seconds, inside=base["showlegend"], own=lines)
+            for seconds in (False, True)
+        )
         return Plot(
             key,
             title,
@@ -338,6 +340,8 @@ def bars_height(rows: int) -> int:
 
 LOG = {"type": "log", "exponentformat": "power", "nticks": 3}
 """A logarithmic axis, with ticks at 1, 2 and 5."""
+POWERS = {"type": "log", "exponentformat": "power"}
+"""A logarithmic axis of many powers of ten."""
 
 
 def column(name: str) -> Quantity:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .figures import LOG, Plot, graph, layout, titled
+from .figures import POWERS, Plot, graph, layout, titled
 from .runs import Array, Run
 from .style import COLOURS, DASHES, MARKERS
 from .subjects import Subject
@@ -57,8 +57,8 @@ def _histogram(subject: Subject, index: int, title: str) -> Plot:
         "of the threshold is sent. The upright lines are the thresholds of the last step shown.",
         [*traces, *thresholds],
         layout(
-            xaxis=titled("magnitude", type="log", exponentformat="power"),
-            yaxis=titled("elements", **LOG),
+            xaxis=titled("magnitude", **POWERS),
+            yaxis=titled("elements", **POWERS),
             showlegend=True,
             hovermode="closest",
         ),

@@ -11,11 +11,19 @@ from .subjects import Subject
 
 
 def marks(
-    subjects: Sequence[Subject], *, seconds: bool, own: Sequence[dict[str, Any]] = ()
+    subjects: Sequence[Subject],
+    *,
+    seconds: bool,
+    inside: bool = False,
+    own: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Shading of the dense phase and a line where sparsity starts, as parts of a layout.
 
     Where subjects start at different times, each has a line, and the shading ends at the first.
+
+    Args:
+        inside: write into the plot, because there is a legend above it.
+        own: more shapes.
     """
     starts = [(start, each) for each in subjects if (start := _start(each, seconds)) is not None]
     shapes, texts = list(own), list[dict[str, Any]]()
@@ -26,7 +34,8 @@ def marks(
             shapes.append(_shading(first))
         for start, subject in starts[:1] if same else starts:
             shapes.append(_upright(start, GREY if same else subject.style.colour))
-        texts.append(_note(first, first > 0.5 * _end(subjects, seconds)))
+        left = first > 0.5 * _end(subjects, seconds)
+        texts.append(_note(first, left, inside))
     return {"shapes": shapes, "annotations": texts}
 
 
@@ -83,13 +92,14 @@ def level(value: float) -> dict[str, Any]:
     }
 
 
-def _note(at: float, left: bool) -> dict[str, Any]:
+def _note(at: float, left: bool, inside: bool) -> dict[str, Any]:
     return {
         "x": at,
         "y": 1,
         "yref": "paper",
-        "yanchor": "top",
+        "yanchor": "top" if inside else "bottom",
         "xanchor": "right" if left else "left",
+        "xshift": -3 if left else 3,
         "text": "sparsity starts",
         "showarrow": False,
     }
