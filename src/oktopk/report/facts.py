@@ -320,22 +320,19 @@ FAULTS = {
 
 def faults(subjects: Sequence[Subject]) -> list[Row]:
     """What did not go as planned; empty if that was not recorded."""
-    recorded = [run.ending.faults for each in subjects for run in each.runs if run.ending]
-    if not any(recorded):
+    found = [[run.ending.faults for run in each.runs if run.ending] for each in subjects]
+    known = [[each for each in faults if each is not None] for faults in found]
+    if not any(known):
         return []
     rows = []
     for name, title in FAULTS.items():
-        cells = [
-            _sum([run.ending.faults.get(name) if run.ending else None for run in each.runs])
-            for each in subjects
-        ]
+        cells = [_sum([getattr(each, name) for each in faults]) for faults in known]
         rows.append(Row(title, cells, marked=any(cell not in ("0", NOTHING) for cell in cells)))
     return rows
 
 
-def _sum(values: Sequence[int | None]) -> str:
-    known = [value for value in values if value is not None]
-    return count(sum(known)) if known else NOTHING
+def _sum(values: Sequence[int]) -> str:
+    return count(sum(values)) if values else NOTHING
 
 
 def examples(subjects: Sequence[Subject]) -> list[tuple[str, Sequence[Mapping[str, str]]]]:
