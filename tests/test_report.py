@@ -253,7 +253,7 @@ def test_a_zoom_outlives_a_change_of_the_theme(browser: Browser, page: Path) -> 
     )
     dark = {"name": "prefers-color-scheme", "value": "dark"}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [dark]})
-    browser.run("return new Promise((done) => setTimeout(done, 100))")
+    browser.wait("return getComputedStyle(document.body).backgroundColor === 'rgb(18, 22, 27)'")
     assert browser.run(f"{AXIS}.range") == [50, 60]
 
 
@@ -264,7 +264,7 @@ def test_it_prints_on_white_paper(browser: Browser, page: Path) -> None:
     assert browser.run(width) == 660
     assert all(browser.run("return [...document.querySelectorAll('details')].map((x) => x.open)"))
     browser.run("dispatchEvent(new Event('afterprint'))")
-    assert browser.run(width) > 1000
+    browser.wait(f"{width} > 1000")
     assert browser.messages() == []
 
 
@@ -411,6 +411,11 @@ def test_a_run_with_one_step_is_shown(browser: Browser, tmp_path: Path) -> None:
     assert browser.messages() == []
 
 
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 Damage = Callable[[Path], object]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "no folder": (shutil.rmtree, "is not a run folder"),
@@ -424,10 +429,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "half a summary": (lambda x: (x / "summary.json").write_text("{}"), "plan is missing"),
     "settings": (lambda x: (x / "config.toml").write_bytes(b"\xff"), "config.toml is damaged"),
     "facts": (lambda x: (x / "environment.json").write_text("[]"), "environment.json is damaged"),
-    "a folder": (
-        lambda x: ((x / "config.toml").unlink(), (x / "config.toml").mkdir()),
-        "config.toml cannot be read",
-    ),
+    "a folder": (lambda x: to_folder(x / "config.toml"), "config.toml cannot be read"),
 }
 
 
