@@ -37,6 +37,7 @@ from .model import (
     take_weights,
 )
 from .optimizers import learning_rate, make_optimizer
+from .page import Page
 from .records import DetailRecord, EpochRecord, Observer, Outcome, Plan, StepRecord
 from .reporters import check_reporters, reporters
 from .run_folder import RunFolder, times_resumed
@@ -114,7 +115,8 @@ class Trainer:
                 resume_epoch=self.epoch,
             )
             others = reporters(config.run, self.folder, resume_step)
-            self.observers = (View(), kept, *others) if observers is None else observers
+            own = (View(), kept, *others, Page(self.folder))
+            self.observers = own if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""
