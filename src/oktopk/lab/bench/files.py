@@ -9,34 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...common import files, host
+from ...common import files
 from ...common.errors import UserError
 from ...common.values import build, parse, plain, read
-from ...common.version import version_of
+from ..machine import Machine, this_machine
 from .results import Result
 
 FORMAT = "oktopk bench"
 VERSION = 1
 """Goes up when a program that reads the file would have to change."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Facts that results depend on. Only the processor must be in a file."""
-
-    processor: str
-    cores: int = 0
-    system: str = ""
-    python: str = ""
-    torch: str = ""
-    oktopk: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,16 +44,8 @@ class _Kept:
 
 def new_run(arguments: Mapping[str, Any]) -> Run:
     """A run that begins now, on this machine."""
-    machine = Machine(
-        host.processor(),
-        len(host.cores()),
-        platform.platform(),
-        platform.python_version(),
-        version_of("torch"),
-        version_of("oktopk"),
-    )
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Run(when, machine, [], arguments=dict(arguments))
+    return Run(when, this_machine(), [], arguments=dict(arguments))
 
 
 def check_file(path: Path, append: bool) -> None:
