@@ -187,7 +187,7 @@ def damaged_lines() -> Iterator[tuple[str, str]]:
         ("validation", {"wer": "bad"}, 'validation.wer is "bad"'),
         ("examples", [{"reference": 1}], r"examples\[0\].reference is 1, but must be text"),
         ("examples", ["YES"], r'examples\[0\] is "YES", but must be an object'),
-        ("kind", "phase", "neither step nor epoch"),
+        ("kind", "phase", "none of step, detail, epoch"),
     ):
         yield json.dumps({**whole, name: value}), says
     yield json.dumps({"kind": "step", "step": 3}), "epoch is missing"

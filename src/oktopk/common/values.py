@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import math
 import os
 import stat
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -44,6 +46,16 @@ def parse(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: bytes) -> dict[str, Any]:
+    """TOML. ImportError if nothing can read it: before Python 3.11, that takes the package tomli."""
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        values: dict[str, Any] = toml.loads(text.decode())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return values
 
 
 def plain(value: Any) -> Any:

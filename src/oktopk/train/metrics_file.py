@@ -1,4 +1,4 @@
-"""metrics.jsonl, a line for each step and each epoch of a run."""
+"""metrics.jsonl, a line for each step, each look into a step and each epoch of a run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,34 @@ from typing import Any
 from ..common import files
 from ..common.errors import UserError
 from ..common.values import build, parse, read
-from .records import EpochRecord, StepRecord
+from .records import DetailRecord, EpochRecord, StepRecord
 
 METRICS = "metrics.jsonl"
+Record = StepRecord | DetailRecord | EpochRecord
+KINDS: dict[str, type[Record]] = {
+    "step": StepRecord,
+    "detail": DetailRecord,
+    "epoch": EpochRecord,
+}
 
 
 def read_metrics(
     path: str | os.PathLike[str],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Steps and epochs of a run's folder, or of its metrics.jsonl, as they were recorded."""
+    records = read_records(path)
+    return records["step"], records["epoch"]
+
+
+def read_records(path: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
+    """All that was recorded, by kind: step, detail and epoch."""
     file = Path(path) / METRICS if os.path.isdir(path) else Path(path)
     if not os.path.isfile(file):
         raise UserError(f"{file} is not there: name a run's folder")
-    records = [line.values for line in _lines(file)]
-    steps = [record for record in records if record["kind"] == "step"]
-    return steps, [record for record in records if record["kind"] == "epoch"]
+    records: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for line in _lines(file):
+        records[line.values["kind"]].append(line.values)
+    return records
 
 
 def previous_epochs(path: str | os.PathLike[str], before_epoch: int) -> tuple[EpochRecord, ...]:
@@ -45,7 +58,7 @@ class _Line:
     text: bytes
     values: dict[str, Any]
     """As they were recorded."""
-    record: StepRecord | EpochRecord
+    record: Record
 
 
 def _lines(file: Path) -> Iterator[_Line]:
@@ -68,14 +81,13 @@ def _lines(file: Path) -> Iterator[_Line]:
         yield line
 
 
-def _record(values: object) -> StepRecord | EpochRecord:
+def _record(values: object) -> Record:
     if not isinstance(values, dict):
         raise ValueError("it is not an object")
-    if values.get("kind") == "step":
-        return build(StepRecord, values)
-    if values.get("kind") == "epoch":
-        return build(EpochRecord, values)
-    raise ValueError("its kind is neither step nor epoch")
+    kind = KINDS.get(str(values.get("kind")))
+    if kind is None:
+        raise ValueError(f"its kind is none of {', '.join(KINDS)}")
+    return build(kind, values)
 
 
 def _damaged(file: Path, place: int, error: ValueError) -> UserError:
@@ -91,7 +103,7 @@ def drop_from(metrics: Path, step: int, epoch: int) -> None:
     kept = []
     for line in _lines(metrics):
         record = line.record
-        early = record.step < step if isinstance(record, StepRecord) else record.epoch < epoch
+        early = record.epoch < epoch if isinstance(record, EpochRecord) else record.step < step
         if early:
             kept.append(line.text + b"\n")
     files.write(metrics, b"".join(kept))

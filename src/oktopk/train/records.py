@@ -1,10 +1,14 @@
-"""Records of a run: its plan, each step, each epoch, and the outcome."""
+"""Records of a run: its plan, each step, each epoch, and the outcome.
+
+Fields with a default were added later. Runs of earlier versions do not have them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..core.detail import Detail
 from ..workloads.base import Example
 from .config.config import Config
 
@@ -33,6 +37,8 @@ class Plan:
     """Bytes that a worker sends in a dense step."""
     weights_from: str = ""
     """The checkpoint that was resumed, or the weights that training began with."""
+    resumed: int = 0
+    """How often the run was resumed, this time included."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,23 @@ class StepRecord:
     seconds: dict[str, float]
     """data (waiting for a batch), forward, backward, synchronise (waiting for communication after
     backward), update (clipping and the optimizer), total."""
+    target: int = 0
+    """Entries that the step should apply."""
+    offered: int = 0
+    """Entries that rank 0 offered."""
+    applied: int = 0
+    overflow: int = 0
+    """Entries that rank 0 held back because messages had no room for them."""
+    skipped: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds that rank 0's communication thread spent in accumulate, select, exchange, reduce,
+    gather and apply, over all buckets."""
+    busy: float = 0.0
+    """Seconds that this thread worked. What exceeds `synchronise` was hidden behind backward."""
+
+
+DetailRecord = Detail
+"""A look into one step, as rank 0 saw it; see `--detail-every`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +141,30 @@ class BucketTiming:
 
 
 @dataclass(frozen=True)
+class KindTotals:
+    """The parameters of one kind, such as `convolution`: what was applied in sparse steps."""
+
+    numel: int
+    elements: int
+    """Elements of these parameters, summed over sparse steps."""
+    applied: int
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What did not go as planned, in the whole run."""
+
+    resumed: int = 0
+    """How often the run was resumed."""
+    skipped_steps: int = 0
+    """Steps left out because of a NaN or Inf."""
+    discarded_steps: int = 0
+    """Steps whose averages were not used."""
+    skipped_samples: int = 0
+    """Samples that the workload left out on rank 0."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A finished run."""
 
@@ -141,6 +188,13 @@ class Outcome:
     buckets: tuple[BucketTiming, ...]
     memory: dict[str, float]
     """Megabytes: peak_rss (of all workers, the largest), on GPUs allocated, max, cached too."""
+    kinds: dict[str, KindTotals] = field(default_factory=dict)
+    """By kind: convolution, recurrent, linear, embedding, norm, bias, other."""
+    busy: float = 0.0
+    """Seconds that rank 0's communication thread worked, in all steps."""
+    waited: float = 0.0
+    """Seconds that rank 0 waited for it after backward, in all steps."""
+    faults: Faults = Faults()
 
 
 class Observer(Protocol):
@@ -149,6 +203,10 @@ class Observer(Protocol):
     def started(self, plan: Plan) -> None: ...
 
     def stepped(self, record: StepRecord) -> None: ...
+
+    def detailed(self, record: DetailRecord) -> None:
+        """After `stepped` of the same step."""
+        ...
 
     def validating(self, done: int, total: int) -> None: ...
 

@@ -34,7 +34,7 @@ from ..workloads.base import Example
 from .config.config import Config
 from .folders import CHECKPOINT, writing
 from .metrics_file import METRICS, drop_from
-from .records import EpochRecord, Outcome, Plan, StepRecord
+from .records import DetailRecord, EpochRecord, Outcome, Plan, StepRecord
 
 SUMMARY = "summary.json"
 log = logging.getLogger("oktopk")
@@ -120,6 +120,9 @@ class RunFolder:
         scalars |= {f"time/{part}": seconds for part, seconds in record.seconds.items()}
         self._scalars(scalars, record.step)
 
+    def detailed(self, record: DetailRecord) -> None:
+        self._record("detail", record)
+
     def validating(self, done: int, total: int) -> None:
         """Not kept."""
 
@@ -165,7 +168,7 @@ class RunFolder:
             threading.excepthook = self._excepthook
         self._log.close()
 
-    def _record(self, kind: str, record: StepRecord | EpochRecord) -> None:
+    def _record(self, kind: str, record: StepRecord | DetailRecord | EpochRecord) -> None:
         if self._metrics is None:
             raise RuntimeError("call RunFolder.started before anything is recorded")
         line = json.dumps({"kind": kind, **dataclasses.asdict(record)}, allow_nan=False)

@@ -7,9 +7,7 @@ defaults of the sections.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ...common.errors import UserError
 from ...common.flags import did_you_mean
 from ...common.sections import Option, Section, flag
 from ...common.typed import WORDS, from_text, from_toml
-from ...common.values import read
+from ...common.values import parse_toml, read
 from ...workloads import RECIPES, WORKLOADS, workload_for
 from .config import Config, sections
 from .recipes import DEFAULT, recipe
@@ -209,17 +207,13 @@ def _recipe_for(given: Mapping[str, Any]) -> str:
 def read_toml(path: str) -> dict[str, Any]:
     """The values in a file, of the right types. They may stand in sections, named as `Config`'s."""
     try:
-        toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        values = parse_toml(read(Path(path)))
     except ImportError:
         raise UserError("--config needs, before Python 3.11: pip install tomli") from None
-    try:
-        values: dict[str, Any] = toml.loads(read(Path(path)).decode())
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror}") from None
     except ValueError as error:  # TOML's errors, and Unicode's
         raise UserError(f"--config {path} is not TOML: {error}") from None
-    except RecursionError:
-        raise UserError(f"--config {path} is nested too deeply: there are no lists in it") from None
     try:
         return _typed(values)
     except ValueError as error:

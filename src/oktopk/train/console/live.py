@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...common.format import byte_size, count, duration, number, percent, ratio
 from ...workloads.base import Example, Metric
-from ..records import EpochRecord, Outcome, Plan, StepRecord
+from ..records import DetailRecord, EpochRecord, Outcome, Plan, StepRecord
 from .bars import Bars
 from .plan import configuration, plan_lines, when_sparse
 from .summary import metric, metrics, summary
@@ -83,6 +83,9 @@ class View:
             place = f"step {record.step}/{steps} epoch {record.epoch} "
             # Not wrapped, and without colours: a line that grep finds whole.
             self._console.print(Text(place + self._fields(record).plain), soft_wrap=True)
+
+    def detailed(self, record: DetailRecord) -> None:
+        """Not shown."""
 
     def validating(self, done: int, total: int) -> None:
         now = time.monotonic()

@@ -1,0 +1,87 @@
+"""Figures of what is sent: bytes, compression ratio, sizes of messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from .figures import LOG, Curves, Plot, Section, column, graph, layout, marked, safe, titled
+from .runs import Points, Run
+from .subjects import Subject
+
+
+def traffic(curves: Curves) -> Section:
+    """What the runs send."""
+    plots = [
+        curves.plot(
+            "bytes",
+            "Bytes sent in a step",
+            "All that rank 0 sent: entries, heads of messages and what ranks agree on. The axis is "
+            "logarithmic, since a dense step sends many times as much.",
+            lambda run: _positive(run, "bytes_sent"),
+            yaxis=titled("bytes", **(LOG | {"exponentformat": "SI"})),
+        ),
+        curves.plot(
+            "ratio",
+            "Compression ratio of a step",
+            "Elements of the gradient for each entry that was applied. It counts entries; bytes shrink less, "
+            "since an entry also needs its position.",
+            lambda run: _positive(run, "compression_ratio"),
+            yaxis=titled("times fewer entries", **LOG),
+        ),
+        curves.plot(
+            "sent",
+            "Bytes sent until now",
+            "Adds up the plot of bytes. The steep part is the dense warm-up.",
+            lambda run: run.points(np.cumsum(run.column("bytes_sent"))),
+            yaxis=titled("bytes", exponentformat="SI", rangemode="tozero"),
+        ),
+        _messages(curves.subjects),
+    ]
+    text = "Bytes that rank 0 handed to the network. With equal regions all ranks send about as much."
+    return Section("traffic", "Traffic", text, plots)
+
+
+def _positive(run: Run, name: str) -> Points:
+    value = run.column(name)
+    return run.points(np.where(value > 0, value, np.nan))
+
+
+def _messages(subjects: Sequence[Subject]) -> Plot:
+    text = (
+        "How many messages rank 0 sent, by their size, for each collective. A bin is a factor of two. "
+        "Many small messages wait for latency, few large ones for bandwidth."
+    )
+    if len(subjects) > 1:
+        text += f" Shown for {subjects[0].label}."
+    counts = _by_collective(subjects[0].first)
+    traces = [
+        graph().Bar(
+            x=[2.0**bin for bin in sorted(bins)],
+            y=[bins[bin] for bin in sorted(bins)],
+            name=safe(collective),
+            marker=marked(place),
+            hovertemplate="from %{x:.3s}B: %{y:,} messages",
+        )
+        for place, (collective, bins) in enumerate(counts.items())
+    ]
+    axis = titled("bytes of a message", type="log", exponentformat="SI")
+    return Plot(
+        "messages",
+        "Sizes of messages",
+        text,
+        traces,
+        layout(xaxis=axis, yaxis=titled("messages"), showlegend=True, barmode="stack"),
+    )
+
+
+def _by_collective(run: Run) -> dict[str, Counter[int]]:
+    """How many messages there are in each bin of sizes, from 2**bin bytes on."""
+    found: dict[str, Counter[int]] = {}
+    for detail in run.details:
+        for message in detail.get("messages", []):
+            bins = found.setdefault(message["collective"], Counter())
+            bins[int(np.log2(max(1, message["bytes"])))] += message["count"]
+    return found
