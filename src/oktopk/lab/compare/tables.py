@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from ...common.format import NOTHING, count, digits, duration, plural, ratio, table
+from ...report import Table
 from ...workloads.base import Metric
 from .results import TRAINING_LOSS, VALIDATION, Comparison, Row
 from .statistics import Difference, Measure
 from .trained import Result
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table to show."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-    """A sentence below it."""
 
 
 def tables(comparison: Comparison) -> list[Table]:

@@ -135,5 +135,9 @@ def _report_only(args: argparse.Namespace) -> int:
 
 def _show(comparison: Comparison, folder: Folder) -> None:
     print(report(comparison), flush=True)
-    written = page.write(comparison, folder)
-    print(f"results are in {folder.path}" + (f", with a page: {written}" if written else ""))
+    written = None
+    try:
+        written = page.write(comparison, folder)
+    except UserError as error:  # the table is what was asked for
+        print(f"oktopk: no report page: {error}", file=sys.stderr)
+    print(f"results are in {folder.path}" + (f", as a page in {written}" if written else ""))
