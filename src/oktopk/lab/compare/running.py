@@ -52,46 +52,42 @@ class Step:
     loss: float
 
 
-def train(
-    config: Config,
-    folder: Path,
-    links: Links,
-    tell: Callable[[Step], None],
-    timeout: float,
-) -> None:
-    """Train a cell to its end, or go on with it.
+@dataclass(frozen=True)
+class Run:
+    """One cell, to be trained."""
 
-    Args:
-        tell: hears of steps, some times a second.
-        timeout: seconds without a step after which it has failed.
-    """
-    try:
-        _attempt(config, folder, links, tell, timeout)
-    except CellError as error:
-        if not str(error).startswith("--resume"):
-            raise
-        shutil.rmtree(folder)  # its checkpoint cannot be used
-        _attempt(config, folder, links, tell, timeout)
+    config: Config
+    folder: Path
+    links: Links
+    timeout: float
+    """Seconds without a step after which it has failed."""
 
+    def train(self, tell: Callable[[Step], None]) -> None:
+        """Train it to its end, or go on with it. CellError if that fails.
 
-def _attempt(
-    config: Config,
-    folder: Path,
-    links: Links,
-    tell: Callable[[Step], None],
-    timeout: float,
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / "config.toml", toml(settings(config)).encode())
-    log = folder / CONSOLE
-    begin = log.stat().st_size if log.exists() else 0
-    with links.hosts() as hosts:
-        ranks = _start(hosts, links, folder)
-        failed = _wait(ranks, folder, tell, timeout)
-    if failed is not None:
-        raise CellError(_reason(log, begin, *failed))
-    if not is_complete(folder):
-        raise CellError(f"it ended without a summary; {log} may say why")
+        Args:
+            tell: hears of steps, some times a second.
+        """
+        try:
+            self._attempt(tell)
+        except CellError as error:
+            if not str(error).startswith("--resume"):
+                raise
+            shutil.rmtree(self.folder)  # its checkpoint cannot be used
+            self._attempt(tell)
+
+    def _attempt(self, tell: Callable[[Step], None]) -> None:
+        folder, log = self.folder, self.folder / CONSOLE
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(folder / "config.toml", toml(settings(self.config)).encode())
+        begin = log.stat().st_size if log.exists() else 0
+        with self.links.hosts() as hosts:
+            ranks = _start(hosts, self.links, folder)
+            failed = _wait(ranks, folder, tell, self.timeout)
+        if failed is not None:
+            raise CellError(_reason(log, begin, *failed))
+        if not is_complete(folder):
+            raise CellError(f"it ended without a summary; {log} may say why")
 
 
 def _start(hosts: Hosts, links: Links, folder: Path) -> list[subprocess.Popen[bytes]]:

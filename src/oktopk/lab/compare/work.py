@@ -17,7 +17,7 @@ from .folder import Folder, merged
 from .grid import Cell, Grid, check
 from .progress import GridProgress
 from .results import FAILED, CellRecord, Comparison, compare
-from .running import CellError, drop_checkpoint, train
+from .running import CellError, Run, drop_checkpoint
 from .setting import Setting
 from .tables import qualities_line, report
 from .trained import Trained, read_trained
@@ -73,7 +73,7 @@ class _Work:
         progress.begin(cell.name)
         try:
             config = cell.config(self._setting)
-            train(config, path, self._setting.links, progress.stepped, args.timeout)
+            Run(config, path, self._setting.links, args.timeout).train(progress.stepped)
             trained = read_trained(path)
         except (CellError, UserError) as error:
             self._all.failed(cell, str(error))
