@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from oktopk.cli import _Parser, main
 from oktopk.common.errors import UserError
 from oktopk.lab.compare import command, grid, tables
 from oktopk.lab.compare.folder import Folder
 from oktopk.lab.compare.grid import Cell, Grid, Variant, check
+from oktopk.lab.compare.progress import GridProgress
 from oktopk.lab.compare.results import CellRecord, Comparison, compare
+from oktopk.lab.compare.running import Step
 from oktopk.lab.compare.setting import Links, Setting
 from oktopk.lab.compare.statistics import Difference, Measure, half_width, student_quantile
 from oktopk.lab.compare.trained import Result, Trained
@@ -308,7 +312,7 @@ def test_tables_say_what_was_found() -> None:
                 2: _trained(2.3, speed=2.0, **sparse),
             },
         },
-        target=3.25,
+        target=2.25,
     )
     dense, sparse_row, difference, cost, sparse_cost = _rows(found)
     assert dense["compressor"] == "dense"
@@ -318,16 +322,16 @@ def test_tables_say_what_was_found() -> None:
     assert sparse_row["warm-up"] == "5"
     assert sparse_row["val loss"] == "3.200 ± 0.141"
     assert difference["pairs"] == "2"
-    assert difference["training loss"].startswith("+0.100 [")
+    assert difference["training loss"].startswith("+0.100 ± ")
     assert difference["training loss"].endswith(" worse")
     assert cost["samples/s"] == "16"
-    assert cost["to target"] == "3.0s"
+    assert cost["to target"] == "4.0s"
     assert sparse_cost["MB a step"] == "0.01"
     assert sparse_cost["x fewer"] == "100x"
     assert sparse_cost["ratio"] == "100x"
     assert sparse_cost["to target"] == "2.0s (1)"
     text = tables.report(found)
-    assert "the target is a training loss of 3.25" in text
+    assert "the target is a training loss of 2.25" in text
     assert text.splitlines()[0].endswith("1,000 parameters, 4 steps; 4 of 4 cells finished")
 
 
@@ -355,8 +359,9 @@ def test_one_seed_is_told() -> None:
     text = tables.report(_compared({DENSE: {1: _trained(2.0)}, SPARSE: {1: _trained(2.1)}}))
     assert "no interval with one seed" in text
     assert "one seed: no standard deviation" in text
-    assert "+0.100\n" not in text
-    assert "[" not in text.split("cost")[0].split("difference")[1].split("\n", 1)[1]
+    differences = text.split("difference to dense")[1].split("cost")[0]
+    assert "+0.100" in differences
+    assert "±" not in differences.split("\n", 1)[1]
 
 
 def test_without_a_baseline_there_is_no_difference() -> None:
@@ -374,6 +379,39 @@ def test_notes_warn_of_what_readers_would_miss() -> None:
     empty = compare(SETTING, [CellRecord("dense-seed1", DENSE, 1)], {}, None, None)
     assert tables.tables(empty) == []
     assert "1 cell of 1 not finished" in tables.report(empty)
+
+
+# Progress.
+
+
+def _followed(*, terminal: bool) -> str:
+    """What is shown of a grid of three cells, of which the first was finished before."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, color_system=None)
+    with GridProgress(3, 1, console) as progress:
+        for name in ("oktopk-seed1", "oktopk-seed2"):
+            progress.begin(name)
+            progress.shown_at = 0.0
+            progress.stepped(Step(10, 40, 2.5))
+            progress.end("training loss 1.500", failed=name.endswith("2"))
+    return out.getvalue()
+
+
+def test_progress_is_plain_lines_without_a_terminal() -> None:
+    first, second, third, fourth = _followed(terminal=False).splitlines()
+    assert first.startswith("[1/3] oktopk-seed1: step 10/40, loss 2.500; ")
+    assert first.endswith(" left")
+    assert second.startswith("[2/3] oktopk-seed1: training loss 1.500, 0.0s; ")
+    assert third.startswith("[2/3] oktopk-seed2: step 10/40")
+    assert fourth == "[3/3] oktopk-seed2: training loss 1.500, 0.0s"
+
+
+def test_progress_is_bars_on_a_terminal() -> None:
+    shown = _followed(terminal=True)
+    assert "10/40" in shown
+    assert "1/3" in shown
+    assert "step 10/40, loss 2.500; " in shown
+    assert "[3/3] oktopk-seed2: training loss 1.500" in shown
 
 
 # Real grids.

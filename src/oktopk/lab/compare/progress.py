@@ -31,7 +31,8 @@ class GridProgress:
         self._total, self._done, self._before = total, done, done
         self._name, self._step = "", Step(0, None, 0.0)
         self._began = self._cell_began = time.monotonic()
-        self._shown = 0.0
+        self.shown_at = 0.0
+        """When the cell's step was shown last."""
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -60,7 +61,7 @@ class GridProgress:
     def begin(self, name: str) -> None:
         """A cell begins."""
         self._name, self._step = name, Step(0, None, 0.0)
-        self._cell_began = self._shown = time.monotonic()
+        self._cell_began = self.shown_at = time.monotonic()
         if self._animated:
             self._cell = self._bars.add_task(name, total=None)
             self._live.refresh()
@@ -68,9 +69,9 @@ class GridProgress:
     def stepped(self, step: Step) -> None:
         self._step = step
         now = time.monotonic()
-        if now - self._shown < (_REFRESH if self._animated else _PLAIN_SECONDS):
+        if now - self.shown_at < (_REFRESH if self._animated else _PLAIN_SECONDS):
             return
-        self._shown = now
+        self.shown_at = now
         if self._cell is not None:
             self._bars.update(self._cell, completed=step.done, total=step.planned)
             self._live.refresh()

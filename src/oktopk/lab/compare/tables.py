@@ -76,7 +76,7 @@ def _differences(comparison: Comparison, rows: Sequence[Row]) -> Table:
             note = f"no interval for {', '.join(row.name for row in lacking)}: it needs two seeds"
     return _table(
         comparison,
-        f"difference to {comparison.baseline}, seed by seed: mean [95 % interval]",
+        f"difference to {comparison.baseline}, seed by seed: mean ± half of its 95 % interval",
         ["pairs", *(each.label for each in metrics.values())],
         others,
         lambda row: [
@@ -150,21 +150,16 @@ def spread(measure: Measure | None, metric: Metric) -> str:
 
 
 def difference(found: Difference | None, metric: Metric) -> str:
-    """`+0.031 [+0.019, +0.043] worse`."""
+    """`+0.031 ± 0.012 worse`."""
     if found is None:
         return NOTHING
-    text = _signed(found.mean, metric)
+    text = f"{'-' if found.mean < 0 else '+'}{metric.format(abs(found.mean))}"
     if found.half_width is None:
         return text
-    ends = (found.mean - found.half_width, found.mean + found.half_width)
-    text += f" [{', '.join(_signed(end, metric) for end in ends)}]"
+    text += f" ± {metric.format(found.half_width)}"
     if not found.clear:
         return text
     return f"{text} {'better' if (found.mean < 0) == metric.lower_is_better else 'worse'}"
-
-
-def _signed(value: float, metric: Metric) -> str:
-    return f"{'-' if value < 0 else '+'}{metric.format(abs(value))}"
 
 
 def _pairs(row: Row) -> int:
