@@ -189,8 +189,8 @@ def test_a_folder_with_something_else_is_left_alone(
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "is damaged"),
-        ("[]", "does not hold a comparison"),
+        ("{", "is not JSON"),
+        ("[]", "does not hold results of oktopk compare"),
         ('{"format": "oktopk compare", "version": 99}', "has version 99, but must have 1"),
         ('{"format": "oktopk compare", "version": 1}', "setting is missing"),
     ],

@@ -17,7 +17,8 @@ from typing import Any
 
 from ...common import files
 from ...common.errors import UserError
-from ...common.values import build, parse, plain, read
+from ...common.values import build, plain
+from ..kept import read_kept
 from ..machine import Machine, this_machine
 from .results import Result
 
@@ -86,19 +87,7 @@ def _told(flag: str, path: Path) -> Iterator[None]:
 
 def load(path: Path) -> list[Run]:
     """The runs in a file, oldest first."""
-    try:
-        kept = parse(read(path).decode())
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--json {path} is not JSON: {error}") from None
-    if not isinstance(kept, dict) or kept.get("format") != FORMAT:
-        raise UserError(f"--json {path} does not hold results of oktopk bench")
-    if kept.get("version") != VERSION:
-        raise UserError(
-            f"--json {path} has version {kept.get('version')}, but must have {VERSION}: it was "
-            "written by another version of oktopk; name another file"
-        )
+    kept = read_kept(path, f"--json {path}", FORMAT, VERSION)
     try:
         runs = build(_Kept, {"runs": _without_gaps(kept.get("runs"))}).runs
         for result in (result for run in runs for result in run.results):

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from ...common import files
 from ...common.errors import UserError
-from ...common.values import build, parse, plain, read
+from ...common.values import build, plain
 from ...train.config.config import Config
 from ...train.config.options import read_toml
 from ...train.run_folder import settings
+from ..kept import read_kept
 from .grid import Cell
 from .results import FAILED, UNFINISHED, CellRecord, Comparison
 from .setting import Setting, first_difference
@@ -85,25 +86,16 @@ class Folder:
     def load(self) -> Kept | None:
         """What is kept; None if nothing is."""
         path = self.path / FILE
-        try:
-            values = parse(read(path))
-        except FileNotFoundError:
+        if not os.path.lexists(path):
             return None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        except ValueError as error:
-            raise UserError(_damaged(path, error)) from None
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise UserError(f"{path} does not hold a comparison: name another --dir")
-        if values.get("version") != VERSION:
-            raise UserError(
-                f"{path} has version {values.get('version')}, but must have {VERSION}: it was "
-                "written by another version of oktopk; name another --dir"
-            )
+        values = read_kept(path, str(path), FORMAT, VERSION)
         try:
             return build(Kept, values)
         except ValueError as error:
-            raise UserError(_damaged(path, error)) from None
+            raise UserError(
+                f"{path} is damaged ({error}): move it away, and the command that made it finds "
+                "the cells"
+            ) from None
 
     def save(self, comparison: Comparison) -> None:
         """Write comparison.json; a crash leaves it as it was."""
@@ -147,9 +139,3 @@ def merged(kept: Sequence[CellRecord], cells: Sequence[Cell]) -> list[CellRecord
 def _without_result(record: CellRecord) -> CellRecord:
     state = FAILED if record.state == FAILED else UNFINISHED
     return CellRecord(record.name, record.variant, record.seed, state, record.why)
-
-
-def _damaged(path: Path, error: ValueError) -> str:
-    return (
-        f"{path} is damaged ({error}): move it away, and the command that made it finds the cells"
-    )
