@@ -33,9 +33,9 @@ _COLUMNS = """columns
   ratio            elements by elements applied, of the sparse steps
   to target        seconds of training until the training loss reaches --target-loss, or the final
                    training loss of the baseline with the same seed; `(2)`: reached by 2 seeds only
-  final values     mean ± standard deviation over seeds
-  differences      to the baseline with the same seed: mean ± half of its 95 % interval by Student's t;
-                   better or worse: the interval leaves out zero
+in the tables of final values, A ± B is mean and standard deviation over seeds; in the table of
+differences to the baseline with the same seed, mean and half of its 95 % interval, by Student's t.
+better or worse: the interval leaves out zero
 """
 
 _EPILOG = f"""{_COLUMNS}
