@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -538,6 +539,8 @@ def start(line: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdout=file,
             stderr=file,
             start_new_session=True,
+            # Ignored where a shell started the tests in the background.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
 
