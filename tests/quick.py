@@ -60,6 +60,8 @@ QUICK = {
     "test_windows* test_each_window* test_order* test_recipe test_places* test_prompts*",
     "test_folder": "*",
     "test_view": "*",
+    "test_report": "test_thin* test_smooth* test_a_band* test_damage* test_mistakes* test_labels* "
+    "test_it_names* test_runs_of* test_training_ends*",
     "test_speech": "*",
     "test_corpora": "test_reads_* test_normalise* test_manifest_* test_command_* test_spoken_sets*",
     # common ground and laboratory

@@ -1,4 +1,4 @@
-"""The command line: `oktopk train`, `recipes`, `data`, `lab`, `bench` and `compare`.
+"""The command line: `oktopk train`, `report`, `recipes`, `data`, `lab`, `bench` and `compare`.
 
 A mistake of the user is one line and exit code 2; an interruption is exit code 130. A command
 imports its modules when it runs: then a missing extra stops only the commands that need it, and
@@ -137,6 +137,14 @@ def _data(arguments: list[str]) -> int:
     return code
 
 
+def _report_page(arguments: list[str]) -> int:
+    from .report import command
+
+    parser = _Parser("report", command.DESCRIPTION)
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
 def _lab(arguments: list[str]) -> int:
     from .lab.network import command
 
@@ -167,6 +175,7 @@ def _compare(arguments: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a model"),
+    "report": (_report_page, "show one run, or several side by side, as an HTML page"),
     "recipes": (_recipes, "list the recipes of `oktopk train`"),
     "data": (_data, "get corpora ready"),
     "lab": (_lab, "run a command on hosts of an emulated network"),

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .algorithms import Algorithm, Dense
+from .core.detail import Detail
+from .core.inspector import SAMPLE
 from .core.reducer import AllReducer
 from .core.stats import StepStats, Summary
 
@@ -79,6 +81,29 @@ class Handle:
         By the time backward returns, it has been called. Returns a function that ends it.
         """
         return self.reducer.events.subscribe(callback)
+
+    def inspect(
+        self,
+        callback: Callable[[Detail], object],
+        due: Callable[[int], bool],
+        *,
+        sample: int = SAMPLE,
+    ) -> Callable[[], None]:
+        """Look into steps of this rank: magnitudes, thresholds, regions, messages, staleness.
+
+        From now on `stats()` says how long entries wait before they are applied. Results do not
+        change, and nothing is sent, so any rank may do it, alone. A second call replaces the first.
+        Returns a function that ends it.
+
+        Args:
+            callback: gets the `Detail` of each step that is due, from the communication thread, by
+                the time backward returns. An exception in it is raised by backward, and ends
+                communication on this rank for good.
+            due: whether to look into the step with this number. That takes some passes over
+                residual and gradient, and memory for one more gradient.
+            sample: elements of each bucket whose staleness is followed in every step.
+        """
+        return self.start().inspect(callback, due, sample)
 
     def set_trainer(self, trainer: Any) -> None:
         """Append to the trainer's `sparsities`, `compression_ratios`, `communication_sizes`."""

@@ -101,6 +101,8 @@ class Reduced:
     """Magnitude that all applied sums reach; 0 where there is no such limit."""
     overflow: int = 0
     """Entries that this rank held back because a message had no room for them."""
+    regions: tuple[int, ...] = ()
+    """Where the owners' regions begin, and the number of elements; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class Written:
     global_threshold: float
     overflow: int
     """These four are as in `Reduced`."""
+    regions: tuple[int, ...] = ()
+    """As in `Reduced`."""
 
 
 S = TypeVar("S", bound=State, default=Any)

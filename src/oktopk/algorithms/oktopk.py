@@ -114,7 +114,7 @@ class OkTopk(Algorithm[OkTopkState]):
             record.regions,
         )
         written = Written(
-            record.applied, record.offered, offered_from, applied_from, record.overflow
+            record.applied, record.offered, offered_from, applied_from, record.overflow, regions
         )
         return written, after
 

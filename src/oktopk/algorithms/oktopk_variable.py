@@ -112,7 +112,12 @@ class OkTopkVariable(Algorithm[OkTopkState]):
         acc.clear(sent, applied)
         acc.keep_rounding(mine, rounded, applied)
         reduced = Reduced(
-            applied, acc.values, len(offered.entries), offered.threshold, global_threshold
+            applied,
+            acc.values,
+            len(offered.entries),
+            offered.threshold,
+            global_threshold,
+            regions=tuple(regions),
         )
         total = state.total.after(right, acc.values.dtype)
         return reduced, OkTopkState(state.steps + 1, offered.carried, total, regions)

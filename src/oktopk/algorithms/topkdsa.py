@@ -33,6 +33,7 @@ class TopkDSA(Algorithm[TopkState]):
     def reduce(self, state: TopkState, acc: Accumulator, comm: Comm) -> tuple[Reduced, TopkState]:
         offered = offer(acc, comm, state.local, exact=True)
         after = TopkState(state.steps + 1, offered.carried)
+        regions: list[int] = []
         if comm.size == 1:
             sent = applied = mine = offered.entries
             rounded = mine.values
@@ -46,7 +47,8 @@ class TopkDSA(Algorithm[TopkState]):
                 applied, rounded = _gather(comm, mine, region, regions)
         acc.clear(sent, applied)
         acc.keep_rounding(mine, rounded, applied)
-        return Reduced(applied, acc.values, len(offered.entries), offered.threshold), after
+        count, threshold = len(offered.entries), offered.threshold
+        return Reduced(applied, acc.values, count, threshold, regions=tuple(regions)), after
 
     def words(self, numel: int, size: int) -> float:
         """(2k + min(2kP, n))(P-1)/P"""

@@ -49,7 +49,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
-    """TOML. ImportError if nothing can read it: before Python 3.11, that takes the package tomli."""
+    """TOML. ImportError if there is no reader: before Python 3.11 it is the package tomli."""
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values: dict[str, Any] = toml.loads(text.decode())

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .detail import Staleness
 from .events import Events
 from .reduction import RESIDUAL_DTYPE, Attempt, Reduction
-from .stats import BucketSummary, GroupSummary, Summary, Totals
+from .stats import BucketSummary, GroupSummary, ParameterSummary, Summary, Totals
 
 DENSE_BELOW = 8192
 """Parameters with fewer elements are averaged densely. Biases and the parameters of norms are
@@ -135,6 +136,8 @@ class Bucket:
     totals: Totals = field(default_factory=Totals)
     applied: list[int] = field(default_factory=list)
     """Entries applied to each parameter so far."""
+    dense_steps: int = 0
+    """Steps among them in which all elements of all buckets were applied."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients that have arrived in this step, by parameter."""
     attempt: Attempt | None = None
@@ -225,7 +228,9 @@ def _group(slots: list[Slot], limit: float) -> list[list[Slot]]:
     return done + [bucket for bucket in open_buckets.values() if bucket]
 
 
-def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
+def summarize(
+    buckets: Sequence[Bucket], events: Events, staleness: Staleness | None = None
+) -> Summary:
     """Totals and means of all steps so far; see `Summary`."""
     groups: dict[str, list[GroupSummary]] = {}
     for bucket in buckets:
@@ -256,4 +261,16 @@ def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
         },
         busy=events.busy,
         waited=events.waited,
+        parameters={
+            slot.name: ParameterSummary(slot.numel, *_sparsely(bucket, slot, applied))
+            for bucket in buckets
+            for slot, applied in zip(bucket.slots, bucket.applied, strict=True)
+        },
+        staleness=staleness,
     )
+
+
+def _sparsely(bucket: Bucket, slot: Slot, applied: int) -> tuple[int, int]:
+    """Elements of a parameter, and those of them that were applied, in sparse steps."""
+    steps = bucket.totals.steps - bucket.totals.skipped_steps - bucket.dense_steps
+    return slot.numel * steps, applied - slot.numel * bucket.dense_steps

@@ -31,8 +31,10 @@ from torch.utils import _pytree as pytree
 from ..algorithms import Algorithm, Dense
 from . import state
 from .buckets import Bucket, Options, Slot, cut, problem_of, slots_of, summarize
+from .detail import Detail
 from .events import Events
 from .inbox import Inbox
+from .inspector import SAMPLE, Inspector
 from .moments import SecondMoments, keep_for_this_stream
 from .peers import Peers
 from .reduction import Reduction, prepare
@@ -315,6 +317,7 @@ class AllReducer:
             self._inbox.clear()
             self._buckets.clear()
             self._transaction.bucket_of.clear()
+            self._transaction.inspector = None
             if self.moments is not None:
                 self.moments.close()
 
@@ -383,7 +386,39 @@ class AllReducer:
 
     def stats(self) -> Summary:
         """Totals and means so far."""
-        return self._run(lambda: summarize(self._buckets, self.events))
+
+        def take() -> Summary:
+            inspector = self._transaction.inspector
+            waits = None if inspector is None else inspector.staleness()
+            return summarize(self._buckets, self.events, waits)
+
+        return self._run(take)
+
+    def inspect(
+        self,
+        callback: Callable[[Detail], object],
+        due: Callable[[int], bool],
+        sample: int = SAMPLE,
+    ) -> Callable[[], None]:
+        """Look into steps of this rank; see `Handle.inspect`."""
+
+        def put(inspector: Inspector | None) -> None:
+            if self._transaction.inspector is not None:
+                self._transaction.inspector.close()
+            self._transaction.inspector = inspector
+
+        def begin() -> Inspector:
+            inspector = Inspector(self._buckets, self._transport, callback, due, sample)
+            put(inspector)
+            return inspector
+
+        inspector = self._run(begin)
+
+        def end() -> None:
+            if self._transaction.inspector is inspector:
+                put(None)
+
+        return lambda: None if self.closed else self._run(end)
 
     def state_dict(self, to_resume: bool = False) -> dict[str, Any]:
         """All that the next step depends on, of this rank: tensors and plain values.

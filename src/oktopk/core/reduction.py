@@ -150,6 +150,25 @@ class Reduction:
         warm_up = self._now.taken < self.algorithm.warmup_steps
         return warm_up or isinstance(self.algorithm, Dense)
 
+    @property
+    def transport(self) -> Transport:
+        """The other ranks, as this reduction sees them."""
+        return self._transport
+
+    @property
+    def target(self) -> int:
+        """k, the number of entries that the next step applies."""
+        return self.numel if self.dense else self.algorithm.target(self.numel, self._now.taken)
+
+    def sum_with(self, gradient: Sequence[Tensor], factor: float) -> Tensor:
+        """residual + gradient, as the next step has it, in new memory. Nothing changes."""
+        values = torch.cat([part.to(self.residual.dtype) for part in gradient])
+        if factor != 1.0:
+            values *= factor
+        if self.momentum:
+            values.add_(self.velocity, alpha=self.momentum)
+        return values.add_(self.residual)
+
     def change(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm or density, on all ranks at once; the residual stays.
 
@@ -364,7 +383,7 @@ class Reduction:
             averages = self._round(sums.values / size, acc.scale)
             self._keep(acc, reduced, sums.values, averages, sums.indices)
             attempt.comm.kernels.scatter(acc.out, sums.indices, averages)
-            attempt.applied = _counts(acc.sizes, sums.indices)
+            attempt.applied = counts_of(acc.sizes, sums.indices)
             return
         attempt.applied = acc.sizes
         if acc.scale == 1.0 and self.dtype == reduced.sums.dtype:
@@ -496,7 +515,7 @@ def _is_finite(sums: Entries | Tensor) -> bool:
     return math.isfinite(float(sums.sum())) or len(select(sums, math.inf)) == 0
 
 
-def _counts(sizes: Sequence[int], indices: Tensor) -> list[int]:
+def counts_of(sizes: Sequence[int], indices: Tensor) -> list[int]:
     """How many of the sorted indices are in each part of a vector."""
     if len(sizes) == 1:
         return [indices.numel()]

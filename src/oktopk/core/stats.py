@@ -10,6 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from ..common.format import table
+from .detail import Staleness
 
 STAGES = ("accumulate", "select", "exchange", "reduce", "gather", "apply")
 
@@ -209,6 +210,16 @@ class GroupSummary:
 
 
 @dataclass(frozen=True)
+class ParameterSummary:
+    """One parameter in sparse steps: those in which some bucket was sparse."""
+
+    numel: int
+    elements: int
+    """Summed over sparse steps."""
+    applied: int
+
+
+@dataclass(frozen=True)
 class Summary:
     """Totals and means since the start; `print` shows it as a table."""
 
@@ -220,6 +231,10 @@ class Summary:
     """Seconds that the communication thread worked."""
     waited: float
     """Seconds that the training thread waited for it. The rest was hidden behind backward."""
+    parameters: dict[str, ParameterSummary] = field(default_factory=dict)
+    """By name."""
+    staleness: Staleness | None = None
+    """How long entries waited; None unless steps are inspected, see `Handle.inspect`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and tables."""
@@ -240,6 +255,8 @@ class Summary:
             },
             "busy": self.busy,
             "waited": self.waited,
+            "parameters": {name: asdict(each) for name, each in self.parameters.items()},
+            "staleness": None if self.staleness is None else asdict(self.staleness),
         }
 
     def __str__(self) -> str:
@@ -252,6 +269,12 @@ class Summary:
             f"communication thread busy {self.busy:.2f} s, waited for {self.waited:.2f} s: "
             + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in totals.seconds.items()),
         ]
+        if self.staleness is not None:
+            waits = self.staleness
+            lines.append(
+                f"entries waited {waits.mean:.1f} steps on average, 99 % of them at most "
+                f"{waits.p99}, the longest {waits.max}"
+            )
         rows = [("bucket", "elements", "algorithm", "sparsity", "MB sent", "seconds")]
         for index, bucket in enumerate(self.buckets):
             seconds = sum(bucket.totals.seconds.values())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .buckets import Bucket, Options
 from .events import Events
+from .inspector import Inspector
 from .moments import SecondMoments
 from .reduction import Attempt
 from .stats import together
@@ -73,6 +74,8 @@ class Transaction:
         self.sparse: frozenset[str] = frozenset()
         """Tensors whose average was sparse in the last step."""
         self.moments: SecondMoments | None = None
+        self.inspector: Inspector | None = None
+        """Looks into steps, if somebody asked for it."""
         self.bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
         self._numel = {slot.name: slot.numel for bucket in buckets for slot in bucket.slots}
         self._buckets, self._transport, self._name = buckets, transport, name
@@ -107,6 +110,8 @@ class Transaction:
             bucket.reduction.rewind()
         if self.moments is not None:
             self.moments.rewind(self.sparse)
+        if self.inspector is not None:
+            self.inspector.rewind()
 
     @property
     def step(self) -> int:
@@ -199,6 +204,8 @@ class Transaction:
         if self.moments is not None:
             self.moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
+        if self.inspector is not None:
+            self.inspector.before(bucket, parts, factor)
         scale = self._scale() * self._weight
         bucket.attempt = bucket.reduction.attempt(
             parts, parts, factor, scale, self._point(bucket), rider
@@ -209,6 +216,8 @@ class Transaction:
         if self.moments is not None:
             self.moments.observe(bucket, factor)
         parts = [bucket.gradients[slot.name] for slot in bucket.slots]
+        if self.inspector is not None:
+            self.inspector.before(bucket, parts, factor)
         scale = self._scale() * self._weight
         bucket.attempt = bucket.reduction.attempt_on_the_way(
             parts, factor, scale, self._point(bucket), partial(self._begin, carrier, factor)
@@ -245,6 +254,8 @@ class Transaction:
         for bucket, attempt in attempts:
             bucket.reduction.commit(attempt)
             bucket.applied = [a + b for a, b in zip(bucket.applied, attempt.applied, strict=True)]
+            if not self.sparse:
+                bucket.dense_steps += 1
         self._give_back_unused(attempts)
         if self.moments is not None:
             self.moments.advance(self.sparse, self.unused, self._scale())
@@ -330,3 +341,5 @@ class Transaction:
                 messages=stats.messages + self._transport.messages,
             )
         )
+        if self.inspector is not None and not self.skipped:
+            self.inspector.after()

@@ -14,7 +14,7 @@ import math
 import os
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -130,6 +130,8 @@ class Transport:
         self.point: int | None = None
         """This rank's program point, see `point_of`. Unless None, it travels with traded numbers,
         and ranks at different points fail before they mix data."""
+        self.counter: Counter[tuple[str, int]] | None = None
+        """Counts messages by collective and bytes, for whoever inspects steps."""
         self.reset()
 
     def reset(self) -> None:
@@ -144,7 +146,7 @@ class Transport:
             self._all_reduce_small(tensor)
             return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
-        self._count(share, share)
+        self._count("allreduce", share, share)
         if tensor.nbytes <= _SMALL:
             _recent.append((tensor,))
         with self.peers("an allreduce"):
@@ -173,7 +175,8 @@ class Transport:
         """Every rank's tensor, in rank order; all of one size and type."""
         if self.size == 1:
             return [tensor]
-        self._count(tensor.nbytes * (self.size - 1), tensor.nbytes * (self.size - 1))
+        nbytes = tensor.nbytes * (self.size - 1)
+        self._count("allgather", nbytes, nbytes)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         _recent.append((tensor, *gathered))
         with self.peers("an allgather"):
@@ -185,7 +188,8 @@ class Transport:
         if self.size == 1:
             return
         # All ranks together send it P-1 times.
-        self._count(math.ceil(tensor.nbytes * (self.size - 1) / self.size), tensor.nbytes)
+        share = math.ceil(tensor.nbytes * (self.size - 1) / self.size)
+        self._count("broadcast", share, tensor.nbytes)
         with self.peers("a broadcast"):
             dist.broadcast(tensor, self._global(source), group=self.group)
 
@@ -199,7 +203,7 @@ class Transport:
         theirs = torch.empty_like(mine)
         _recent.append((mine, theirs))
         share = mine[1:].nbytes
-        self._count(share, share)
+        self._count("alltoall", share, share)
         with self.peers("an all-to-all"):
             dist.all_to_all_single(theirs, mine, group=self.group)
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
@@ -312,7 +316,7 @@ class Transport:
         """
         if rider is not None:
             rider.board(send)
-        self._count_rows(send)
+        self._count_rows("alltoall", send)
         self._swap(send, received)
         if rider is not None:
             rider.sum(received)
@@ -332,7 +336,7 @@ class Transport:
         """
         if rider is not None:
             rider.board_sums(mine)
-        self._count_rows(gathered)
+        self._count_rows("allgather", gathered)
         if self.device.type == "cpu":
             self._swap(spare.copy_(mine), gathered)
         else:
@@ -349,9 +353,9 @@ class Transport:
         except RuntimeError as error:
             raise self._lost("an all-to-all", error) from error
 
-    def _count_rows(self, rows: Tensor) -> None:
+    def _count_rows(self, collective: str, rows: Tensor) -> None:
         nbytes = rows.nbytes // self.size * (self.size - 1)
-        self._count(nbytes, nbytes)
+        self._count(collective, nbytes, nbytes)
 
     def exchange(
         self, outgoing: list[Tensor], sizes: list[int], in_flight: int
@@ -414,7 +418,7 @@ class Transport:
         operations = []
         if outgoing.numel():
             operations.append(dist.P2POp(dist.isend, outgoing, self._global(target), self.group))
-            self._count(outgoing.nbytes, 0)
+            self._count("message", outgoing.nbytes, 0)
         if incoming.numel():
             operations.append(dist.P2POp(dist.irecv, incoming, self._global(source), self.group))
             self.bytes_received += incoming.nbytes
@@ -426,10 +430,12 @@ class Transport:
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _count(self, sent: int, received: int) -> None:
+    def _count(self, collective: str, sent: int, received: int) -> None:
         self.bytes_sent += sent
         self.bytes_received += received
         self.messages += 1
+        if self.counter is not None:
+            self.counter[collective, sent] += 1
 
     @contextmanager
     def peers(self, action: str) -> Iterator[None]:

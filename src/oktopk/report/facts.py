@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from ..common.format import NOTHING, byte_size, count, duration, number, percent, plural, ratio
+from ..common.format import (
+    NOTHING,
+    byte_size,
+    count,
+    digits,
+    duration,
+    number,
+    percent,
+    plural,
+    ratio,
+)
 from ..train.config.config import sections
 from ..workloads import WORKLOADS, workload_for
 from .runs import Run
@@ -34,6 +44,12 @@ class Fact:
     title: str
     values: Sequence[Value]
 
+    @property
+    def note(self) -> str:
+        """What is true of all subjects; empty if their notes differ."""
+        notes = {value.note for value in self.values if value.text != NOTHING}
+        return notes.pop() if len(notes) == 1 else ""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -52,7 +68,9 @@ def lead(run: Run) -> str:
     config, parts = run.config, []
     if "compressor" in config:
         dense = not config.get("compression", True) or config["compressor"] == "dense"
-        parts.append("dense" if dense else f"{config['compressor']}, density {config.get('density')}")
+        parts.append(
+            "dense" if dense else f"{config['compressor']}, density {config.get('density')}"
+        )
     if run.ending:
         plan = run.ending.plan
         parts += [plural(plan.workers, "worker"), plural(plan.parameters, "parameter")]
@@ -68,13 +86,33 @@ def summary(subjects: Sequence[Subject]) -> list[Fact]:
         _fact("Training loss", subjects, _loss, number, _loss_note),
         *_metrics(subjects),
         _fact("Sparsity", subjects, _sparsity, percent, _asked),
-        _fact("Compression", subjects, _ratio, ratio, lambda run: "fewer entries, dense steps included"),
+        _fact(
+            "Compression",
+            subjects,
+            _ratio,
+            ratio,
+            lambda run: "fewer entries, dense steps included",
+        ),
         _fact("Sent a step", subjects, _sent, byte_size, _sent_note),
-        _fact("Speed", subjects, _speed, lambda x: f"{number(x) if x < 10 else count(x)} samples/s", _step_time),
-        _fact("Hidden", subjects, _hidden, percent, lambda run: "of communication, behind backward"),
+        _fact("Samples a second", subjects, _speed, digits, _step_time),
+        _fact(
+            "Hidden", subjects, _hidden, percent, lambda run: "of communication, behind backward"
+        ),
         _fact("Steps", subjects, lambda run: float(len(run.steps)), count, _steps_note),
-        _fact("Time", subjects, _seconds, duration, lambda run: "with validation" if run.ending else "of steps"),
-        _fact("Memory", subjects, _memory, lambda x: byte_size(x * 1e6), lambda run: "peak of a worker"),
+        _fact(
+            "Time",
+            subjects,
+            _seconds,
+            duration,
+            lambda run: "with validation" if run.ending else "of steps",
+        ),
+        _fact(
+            "Memory",
+            subjects,
+            _memory,
+            lambda x: byte_size(x * 1e6),
+            lambda run: "peak of a worker",
+        ),
     ]
     return [fact for fact in facts if any(value.text != NOTHING for value in fact.values)]
 
@@ -214,7 +252,8 @@ def settings(subjects: Sequence[Subject]) -> list[Row]:
     names = dict.fromkeys(name for each in subjects for run in each.runs for name in run.config)
     rows = [_row(name, subjects, lambda run, name=name: run.config.get(name)) for name in names]
     rows = [
-        Row(row.name, row.cells, row.differs, _changed(row.name, subjects, defaults)) for row in rows
+        Row(row.name, row.cells, row.differs, _changed(row.name, subjects, defaults))
+        for row in rows
     ]
     return sorted(rows, key=lambda row: not row.differs)
 
@@ -283,7 +322,7 @@ FAULTS = {
     "resumed": "Restarts: the run was resumed from a checkpoint",
     "skipped_steps": "Skipped steps: a gradient had a NaN or an infinity",
     "discarded_steps": "Discarded steps: their averages were not used",
-    "skipped_samples": "Skipped samples: the workload could not use them, such as damaged recordings",
+    "skipped_samples": "Skipped samples: the workload could not use them",
 }
 
 

@@ -1,8 +1,7 @@
 """What all figures are made of: curves of subjects, axes, and marks where sparsity starts.
 
-A curve has its steps as x and its seconds as `customdata`; the page's switch exchanges the two. A figure
-whose x axis is neither has no such curve. Texts that come from users go through `safe`, because plotly
-reads some HTML in texts.
+A curve has its steps as x and its seconds as `customdata`; the page's switch exchanges the two.
+Texts that come from users go through `safe`, because plotly reads some HTML in texts.
 """
 
 from __future__ import annotations
@@ -54,6 +53,8 @@ class Section:
     """A part of the page."""
 
     key: str
+    name: str
+    """In the navigation."""
     title: str
     text: str
     plots: Sequence[Plot]
@@ -144,16 +145,17 @@ class Curves:
         """The curves of one subject."""
         curves = [quantity(run).finite() for run in subject.runs]
         if len(curves) == 1:
-            return self._single(subject, curves[0], smoothed, markers)
+            mean = running_mean(subject.first, curves[0]) if smoothed else None
+            return self._single(subject, curves[0], mean, markers)
         return self._mean(subject, curves, markers)
 
-    def _single(self, subject: Subject, curve: Points, smoothed: bool, markers: bool) -> list[Any]:
+    def _single(
+        self, subject: Subject, curve: Points, mean: Points | None, markers: bool
+    ) -> list[Any]:
         if not len(curve.value):
             return []
-        width = max(1, len(curve.value) // _SMOOTH)
-        if not smoothed or width == 1:
+        if mean is None:
             return [self.own(curve, subject, markers=markers)]
-        mean = Points(curve.step, curve.seconds, smooth(curve.value, width))
         behind = self.own(curve, subject, opacity=0.28, width=1, hoverinfo="skip")
         return [behind, self.own(mean, subject, markers=markers)]
 
@@ -205,12 +207,27 @@ class Curves:
         )
 
 
+def running_mean(run: Run, curve: Points) -> Points:
+    """A smooth curve. The steps before and after sparsity starts are not mixed."""
+    width = max(1, len(curve.value) // _SMOOTH)
+    start = run.sparsity_starts
+    at = len(curve.step) if start is None else np.searchsorted(curve.step, run.number[start])
+    parts = [smooth(part, width) for part in np.split(curve.value, [int(at)])]
+    return Points(curve.step, curve.seconds, np.concatenate(parts))
+
+
 def layout(**more: Any) -> dict[str, Any]:
     """The layout of any figure."""
     axis = {"automargin": True, "title": {"standoff": 8}}
     return {
         "margin": {"l": 12, "r": 14, "t": 26, "b": 12},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 1.02,
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
         "dragmode": "zoom",
         **more,
         "xaxis": _merged(axis, more.get("xaxis", {})),
@@ -250,10 +267,16 @@ def stacked(
     ]
 
 
-def marked(place: int) -> dict[str, Any]:
+def marked(place: int, colour: str = "") -> dict[str, Any]:
     """Colour and pattern of a bar, without need of colour vision."""
-    colour = [*COLOURS, GREY][place % 7]
-    pattern = {"shape": PATTERNS[place % 8], "fgcolor": "rgba(255,255,255,0.75)", "size": 6}
+    colour = colour or [*COLOURS, GREY][place % 7]
+    pattern = {
+        "shape": PATTERNS[place % 8],
+        "fillmode": "overlay",
+        "fgcolor": "rgba(255,255,255,0.7)",
+        "size": 6,
+        "solidity": 0.22,
+    }
     return {"color": colour, "pattern": pattern, "line": {"width": 0}}
 
 
@@ -274,8 +297,8 @@ def bars_height(rows: int) -> int:
     return 130 + 34 * max(2, rows)
 
 
-LOG = {"type": "log", "dtick": 1, "exponentformat": "power"}
-"""A logarithmic axis with one tick for each power of ten."""
+LOG = {"type": "log", "exponentformat": "power"}
+"""A logarithmic axis."""
 
 
 def marks(
@@ -283,7 +306,7 @@ def marks(
 ) -> dict[str, Any]:
     """Shading of the dense phase and a line where sparsity starts, as parts of a layout.
 
-    Where subjects start at different times, each start has a line and the shading ends at the first.
+    Where subjects start at different times, each has a line, and the shading ends at the first.
     """
     starts = [(start, each) for each in subjects if (start := _start(each, seconds)) is not None]
     shapes, texts = list(own), list[dict[str, Any]]()
@@ -329,7 +352,7 @@ def _shading(end: float) -> dict[str, Any]:
 
 
 def _upright(at: float, colour: str) -> dict[str, Any]:
-    line = {"color": colour, "width": 1.5, "dash": "dash"}
+    line = {"color": colour, "width": 2, "dash": "dash"}
     return {
         "type": "line",
         "x0": at,

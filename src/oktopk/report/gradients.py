@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,11 @@ def gradients(curves: Curves) -> Section:
         *_magnitudes(curves.subjects),
     ]
     text = (
-        "A rank adds its gradient to its residual and offers the entries that reach its threshold. The "
-        "threshold is forecast from the steps before, because sorting all elements would take too long."
+        "A rank adds its gradient to its residual and offers the entries that reach its "
+        "threshold. The threshold is forecast from the steps before, because sorting all elements "
+        "would take too long."
     )
-    return Section("gradients", "What is selected", text, plots)
+    return Section("gradients", "Selection", "What is selected", text, plots)
 
 
 def waiting(curves: Curves) -> Section:
@@ -63,10 +65,10 @@ def waiting(curves: Curves) -> Section:
         _waits(curves.subjects),
     ]
     text = (
-        "An entry that is not applied stays in the residual and grows until it is. Its gradients are then some "
-        "steps old. Estimated from a fixed sample of the elements."
+        "An entry that is not applied stays in the residual and grows until it is. Its gradients "
+        "are then some steps old. Estimated from a fixed sample of the elements."
     )
-    return Section("staleness", "Staleness", text, plots)
+    return Section("staleness", "Staleness", "Staleness", text, plots)
 
 
 def _kinds(subjects: Sequence[Subject]) -> Plot:
@@ -81,7 +83,7 @@ def _kinds(subjects: Sequence[Subject]) -> Plot:
             y=[kinds[name].applied / kinds[name].elements for name in shown],
             customdata=[f"{kinds[name].numel:,} parameters" for name in shown],
             name=safe(subject.label),
-            marker=marked(subject.style.place),
+            marker=marked(subject.style.place, subject.style.colour),
             hovertemplate="%{y:.2%} applied<br>%{customdata}",
             meta={"subject": subject.style.place},
         )
@@ -90,9 +92,9 @@ def _kinds(subjects: Sequence[Subject]) -> Plot:
     return Plot(
         "kinds",
         "Kinds of parameters",
-        "The share of the elements of each kind that a sparse step applied. A tall bar is a kind whose "
-        "gradients are large compared with others in its bucket. Small parameters, such as norms and biases, "
-        "are averaged densely: 100 %.",
+        "The share of the elements of each kind that a sparse step applied. A tall bar is a kind "
+        "whose gradients are large compared with others in its bucket. Small parameters, such as "
+        "norms and biases, are averaged densely: 100 %.",
         traces,
         layout(yaxis=titled("applied", tickformat=".0%", rangemode="tozero"), bargap=0.3),
         nothing="Not recorded: it is summed up when a run with sparse steps ends.",
@@ -109,12 +111,19 @@ def _selected(curves: Curves) -> Plot:
 
     title, axis = "Selected entries, in multiples of k", titled("times k")
     text = (
-        "Entries that a sparse step applied, compared with k, the number that was asked for. The dotted line "
-        "is exactly k."
+        "Entries that a sparse step applied, compared with k, the number that was asked for. The "
+        "dotted line is exactly k."
     )
     if len(curves.subjects) > 1 or len(curves.subjects[0].runs) > 1:
         return curves.plot(
-            "selected", title, text, share("applied"), yaxis=axis, reference=1.0, nothing=_NOT_SPARSE
+            "selected",
+            title,
+            text,
+            share("applied"),
+            smoothed=True,
+            yaxis=axis,
+            reference=1.0,
+            nothing=_NOT_SPARSE,
         )
     run = curves.subjects[0].first
     traces = _several(curves, {name: share(name)(run) for name in ("applied", "offered")})
@@ -145,11 +154,13 @@ def _threshold(curves: Curves) -> Plot:
         curves,
         "threshold",
         "Threshold used, compared with the exact one",
-        "The threshold that rank 0 used divided by its exact one, the k-th largest magnitude. Above 1 it "
-        "offers fewer than k entries, below 1 more.",
-        lambda bucket: bucket["local_threshold"] / bucket["exact_threshold"]
-        if bucket["exact_threshold"] > 0
-        else None,
+        "The threshold that rank 0 used divided by its exact one, the k-th largest magnitude. "
+        "Above 1 it offers fewer than k entries, below 1 more.",
+        lambda bucket: (
+            bucket["local_threshold"] / bucket["exact_threshold"]
+            if bucket["exact_threshold"] > 0
+            else None
+        ),
         titled("used / exact"),
     )
 
@@ -159,11 +170,14 @@ def _balance(curves: Curves) -> Plot:
         curves,
         "balance",
         "Balance between regions",
-        "Each rank sums one region of the gradient. This is the largest number of entries applied in a region "
-        "divided by the mean of all regions: 1 is perfect balance, the number of ranks is the worst.",
-        lambda bucket: len(bucket["regions"]) * max(bucket["regions"]) / sum(bucket["regions"])
-        if sum(bucket["regions"]) > 0
-        else None,
+        "Each rank sums one region of the gradient. This is the largest number of entries "
+        "applied in a region divided by the mean of all regions: 1 is perfect balance, the "
+        "number of ranks is the worst.",
+        lambda bucket: (
+            len(bucket["regions"]) * max(bucket["regions"]) / sum(bucket["regions"])
+            if sum(bucket["regions"]) > 0
+            else None
+        ),
         titled("largest / mean"),
         "Not recorded: no sparse step of an algorithm with regions was looked into.",
     )
@@ -177,9 +191,10 @@ def _overflow(curves: Curves) -> Plot:
     return curves.plot(
         "overflow",
         "Entries held back",
-        "Messages have a fixed size. The smallest entries of rank 0 that found no room in them stay in its "
-        "residual. This is their share of the entries that it offered.",
+        "Messages have a fixed size. The smallest entries of rank 0 that found no room in them "
+        "stay in its residual. This is their share of the entries that it offered.",
         quantity,
+        smoothed=True,
         yaxis=titled("held back", tickformat=".1%", rangemode="tozero"),
         nothing=_NOT_SPARSE,
     )
@@ -194,7 +209,7 @@ def _by_bucket(
     yaxis: dict[str, Any],
     nothing: str = _NOT_SPARSE,
 ) -> Plot:
-    """A number of each bucket over the details of the only run; of several runs, the mean of buckets."""
+    """A number of each bucket of the only run. Of several runs, the mean over buckets."""
     more: dict[str, Any] = {"yaxis": yaxis, "reference": 1.0, "nothing": nothing}
     if len(curves.subjects) > 1 or len(curves.subjects[0].runs) > 1:
         several = text + " Mean over buckets, by their k."
@@ -211,7 +226,9 @@ def _mean_of_buckets(run: Run, value: Callable[[Detail], float | None]) -> Point
     steps, means = [], []
     for detail in run.details:
         if detail["phase"] == "sparse":
-            found = [(x, bucket["k"]) for bucket in detail["buckets"] if (x := value(bucket)) is not None]
+            found = [
+                (x, bucket["k"]) for bucket in detail["buckets"] if (x := value(bucket)) is not None
+            ]
             weight = sum(k for _, k in found)
             steps.append(detail["step"])
             means.append(sum(x * k for x, k in found) / weight if weight else None)
@@ -220,7 +237,9 @@ def _mean_of_buckets(run: Run, value: Callable[[Detail], float | None]) -> Point
 
 def _names(run: Run, most: int = 6) -> dict[int, str]:
     """The largest buckets of a run, by index."""
-    sizes = {each["index"]: each["numel"] for detail in run.details[-1:] for each in detail["buckets"]}
+    sizes = {
+        each["index"]: each["numel"] for detail in run.details[-1:] for each in detail["buckets"]
+    }
     largest = sorted(sizes, key=lambda index: -sizes[index])[:most]
     return {index: f"bucket {index}" for index in sorted(largest)}
 
@@ -245,7 +264,7 @@ def _regions(subjects: Sequence[Subject]) -> Plot:
                 x=list(range(len(regions))),
                 y=regions,
                 name=safe(subject.label),
-                marker=marked(subject.style.place),
+                marker=marked(subject.style.place, subject.style.colour),
                 meta={"subject": subject.style.place},
                 hovertemplate="%{y:,} entries",
             )
@@ -255,7 +274,9 @@ def _regions(subjects: Sequence[Subject]) -> Plot:
         "Regions in the last step",
         "Entries of the largest bucket that were applied in the region of each owner.",
         traces,
-        layout(xaxis=titled("rank that owns the region", dtick=1), yaxis=titled("entries"), bargap=0.3),
+        layout(
+            xaxis=titled("rank that owns the region", dtick=1), yaxis=titled("entries"), bargap=0.3
+        ),
         nothing="Not recorded: no sparse step of an algorithm with regions was looked into.",
     )
 
@@ -295,9 +316,9 @@ def _histogram(subject: Subject, index: int, title: str) -> Plot:
     return Plot(
         f"magnitudes-{subject.style.place}-{index}",
         title,
-        "How many elements of residual + gradient have which magnitude, on logarithmic axes. In sparse steps the "
-        "residual fills, so the bulk moves to the right, and everything right of the threshold is sent. "
-        "The upright lines are the thresholds of the last step shown.",
+        "How many elements of residual + gradient have which magnitude, on logarithmic axes. In "
+        "sparse steps the residual fills, so the bulk moves to the right, and everything right "
+        "of the threshold is sent. The upright lines are the thresholds of the last step shown.",
         [*traces, *thresholds],
         layout(
             xaxis=titled("magnitude", type="log", exponentformat="power"),
@@ -358,7 +379,9 @@ def _of_staleness(run: Run, name: str) -> Points:
 
 
 def _staleness(curves: Curves) -> Plot:
-    text = "Steps that the entries which were applied since the look before had waited. 0 is at once."
+    text = (
+        "Steps that the entries which were applied since the look before had waited. 0 is at once."
+    )
     axis = titled("steps", rangemode="tozero")
     if len(curves.subjects) > 1 or len(curves.subjects[0].runs) > 1:
         return curves.plot(
@@ -386,19 +409,21 @@ def _waits(subjects: Sequence[Subject]) -> Plot:
     """A histogram of waits, of the last detail that has one."""
     traces = []
     for subject in subjects[:_MOST_SUBJECTS]:
-        having = [each["staleness"]["histogram"] for each in subject.first.details if each["staleness"]]
+        having = [
+            each["staleness"]["histogram"] for each in subject.first.details if each["staleness"]
+        ]
         having = [each for each in having if sum(each["counts"])]
         if having:
             edges, counts = having[-1]["edges"], np.asarray(having[-1]["counts"], np.float64)
             names = [
                 str(low) if high == low + 1 else f"{low}-{high - 1}"
-                for low, high in zip(edges[:-1], edges[1:], strict=True)
+                for low, high in pairwise(edges)
             ]
             bar = graph().Bar(
                 x=names,
                 y=counts / counts.sum(),
                 name=short(subject.label),
-                marker=marked(subject.style.place),
+                marker=marked(subject.style.place, subject.style.colour),
                 meta={"subject": subject.style.place},
                 hovertemplate="%{y:.1%}",
             )
@@ -406,7 +431,8 @@ def _waits(subjects: Sequence[Subject]) -> Plot:
     return Plot(
         "waits",
         "Waits at the end",
-        "How many steps the entries that were applied since the look before the last had waited, as shares.",
+        "How many steps the entries that were applied since the look before the last had waited, "
+        "as shares.",
         traces,
         layout(
             xaxis=titled("steps waited", type="category"),

@@ -28,16 +28,10 @@ _MOST_CARDS = 4
 """With more subjects than this, the summary is a table."""
 
 
-def write_page(
+def write(
     path: str | os.PathLike[str], runs: Sequence[RunSource], tables: Sequence[Table] = ()
 ) -> None:
-    """Write a page that shows runs side by side. It opens from disk and needs no network.
-
-    Args:
-        path: the HTML file. One that is there is replaced.
-        runs: at least one. The runs of a group are drawn as their mean with its spread.
-        tables: shown above the plots.
-    """
+    """See `write_page` of the package."""
     if not runs:
         raise UserError("a report needs at least one run folder")
     text = render(subjects_of(read_runs(runs)), tables)
@@ -48,7 +42,7 @@ def write_page(
 def render(subjects: Sequence[Subject], tables: Sequence[Table] = ()) -> str:
     """The page as text."""
     jinja, plotly = need("jinja2", "report"), need("plotly.offline", "report")
-    sections = _sections(subjects)
+    sections = sections_of(subjects)
     environment = jinja.Environment(
         loader=jinja.FunctionLoader(_asset),
         autoescape=True,
@@ -79,7 +73,8 @@ def render(subjects: Sequence[Subject], tables: Sequence[Table] = ()) -> str:
     return text
 
 
-def _sections(subjects: Sequence[Subject]) -> list[Section]:
+def sections_of(subjects: Sequence[Subject]) -> list[Section]:
+    """All plots of a page."""
     curves = Curves(subjects)
     return [each(curves) for each in (training, traffic, times, gradients, waiting)]
 

@@ -1,7 +1,7 @@
 """Run folders as they are shown: each quantity as a column over steps, read once.
 
-A run that is still going on, or that was killed, has no `summary.json`; what the page would take from
-there is missing then. Runs of earlier versions recorded less: a column that is not there is NaN.
+A run that is still going on, or that was killed, has no `summary.json`. Runs of earlier versions
+recorded less: a column that is not there is NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import UserError, printable
 from ..common.values import build, parse, parse_toml, read
-from ..train.metrics_file import METRICS, read_metrics
+from ..train.metrics_file import METRICS, read_records
 from ..train.records import BucketTiming
 from ..workloads import workload_for
 from ..workloads.base import Metric
@@ -172,8 +172,8 @@ def _read_run(source: RunSource, label: str) -> Run:
     folder = Path(source.folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a run folder: `oktopk train` prints the name of its own")
-    steps, epochs, *details = read_metrics(folder)
-    if not steps:
+    recorded = read_records(folder)
+    if not recorded["step"]:
         raise UserError(f"{folder / METRICS} has no step yet: wait for the first one")
     return Run(
         folder=folder,
@@ -181,9 +181,9 @@ def _read_run(source: RunSource, label: str) -> Run:
         group=printable(source.group),
         config=_load(folder / "config.toml", parse_toml, {}),
         environment=_load(folder / "environment.json", _object, {}),
-        steps=steps,
-        epochs=epochs,
-        details=details[0] if details else [],
+        steps=recorded["step"],
+        epochs=recorded["epoch"],
+        details=recorded["detail"],
         ending=_load(folder / "summary.json", lambda text: build(Ending, parse(text)), None),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Okabe and Ito chose these so that colour-blind people can tell them apart. Black and yellow are left
-# out: one cannot be seen on a dark page, the other not on a light one.
+# Okabe and Ito chose these so that colour-blind people can tell them apart. Two of theirs are left
+# out: black cannot be seen on a dark page, nor yellow on a light one.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY = "#8A8F98"
 DASHES = ("solid", "dash", "dot", "dashdot")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,8 +11,8 @@ from numpy.typing import NDArray
 def thin(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
     """The places of at most `most` values that look like all of them.
 
-    The values are cut into bins of one length. Of each bin the smallest and the largest value stay, so
-    that no peak is lost, and so do the first and the last value.
+    The values are cut into bins of one length. Of each bin the smallest and the largest value stay,
+    so that no peak is lost. The first and the last value stay as well.
 
     Args:
         values: finite.
@@ -21,7 +23,7 @@ def thin(values: NDArray[np.float64], most: int) -> NDArray[np.intp]:
         return np.arange(count)
     edges = np.linspace(1, count - 1, (most - 2) // 2 + 1).astype(int)
     kept = [0, count - 1]
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         bin = values[begin:end]
         kept += [begin + int(bin.argmin()), begin + int(bin.argmax())]
     return np.unique(kept)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +15,7 @@ from .figures import (
     Section,
     bars,
     bars_height,
+    running_mean,
     short,
     stacked,
     titled,
@@ -19,7 +23,6 @@ from .figures import (
 from .runs import Array, Points, Run
 from .style import Style
 from .subjects import Subject
-from .thinning import smooth
 
 PARTS = {
     "data": "waiting for data",
@@ -59,96 +62,100 @@ def times(curves: Curves) -> Section:
         *_buckets(subjects),
     ]
     text = (
-        "Times of rank 0. Merge, compression, exchange, gather and demerge run on a communication thread "
-        "while backward goes on, so only the part that is still left after backward costs time."
+        "Times of rank 0. Merge, compression, exchange, gather and demerge run on a communication "
+        "thread while backward goes on, so only the part that is still left after backward costs "
+        "time."
     )
-    return Section("time", "Where the time goes", text, plots)
+    return Section("time", "Time", "Where the time goes", text, plots)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The dense or the sparse steps of a subject."""
+
+    label: str
+    runs: Sequence[Run]
+    sparse: bool
+
+    def milliseconds(self, of: Callable[[Run], Array]) -> float:
+        """Mean of the runs' means over these steps; 0 if nothing was recorded."""
+        columns = [of(run)[run.sparse == self.sparse] for run in self.runs]
+        means = [np.nanmean(each) for each in columns if np.isfinite(each).any()]
+        return 1000 * float(np.mean(means)) if means else 0.0
+
+
+def _rows(subjects: Sequence[Subject], having: str = "seconds") -> list[_Row]:
+    """A row for each phase that a subject has, of runs that recorded this."""
+    rows = []
+    for subject in subjects:
+        runs = [run for run in subject.runs if having in run.steps[-1]]
+        for sparse, phase in ((False, "dense"), (True, "sparse")):
+            if any((run.sparse == sparse).any() for run in runs):
+                alone = len(subjects) == 1
+                label = f"{phase} steps" if alone else f"{short(subject.label)}, {phase}"
+                rows.append(_Row(label, runs, sparse))
+    return rows
+
+
+def _stacked_plot(
+    key: str,
+    title: str,
+    text: str,
+    rows: Sequence[_Row],
+    parts: Mapping[str, Callable[[Run], Array]],
+    **more: Any,
+) -> Plot:
+    """Bars of the mean milliseconds of each part of a step."""
+    labels = [row.label for row in rows]
+    values = {name: [row.milliseconds(of) for row in rows] for name, of in parts.items()}
+    traces = stacked(labels, values) if rows else ()
+    height = bars_height(len(rows))
+    return Plot(key, title, text, traces, bars(labels, "milliseconds"), height=height, **more)
 
 
 def _parts(subjects: Sequence[Subject]) -> Plot:
-    rows = list(_phases(subjects))
-    values = {
-        label: [1000 * _mean(runs, lambda run: run.part(part), sparse) for _, runs, sparse in rows]
-        for part, label in PARTS.items()
-    }
-    labels = [label for label, _, _ in rows]
-    return Plot(
+    return _stacked_plot(
         "parts",
         "Parts of a step",
-        "The training thread's time, mean of all dense and of all sparse steps. Waiting for communication is "
-        "what compression should make short.",
-        stacked(labels, values),
-        bars(labels, "milliseconds"),
+        "The training thread's time, mean of all dense and of all sparse steps. Waiting for "
+        "communication is what compression should make short.",
+        _rows(subjects),
+        {label: partial(Run.part, name=part) for part, label in PARTS.items()},
         wide=True,
-        height=bars_height(len(rows)),
     )
 
 
-def _phases(subjects: Sequence[Subject]) -> Iterator[tuple[str, Sequence[Run], bool]]:
-    """A row for each phase that a subject has."""
-    for subject in subjects:
-        for sparse in (False, True):
-            if any((run.sparse == sparse).any() for run in subject.runs):
-                phase = "sparse" if sparse else "dense"
-                label = f"{short(subject.label)}, {phase}" if len(subjects) > 1 else f"{phase} steps"
-                yield label, subject.runs, sparse
-
-
-def _mean(runs: Sequence[Run], of: Callable[[Run], Array], sparse: bool) -> float:
-    """Mean of the runs' means over the steps of one phase; 0 if nothing was recorded."""
-    means = []
-    for run in runs:
-        values = of(run)[run.sparse == sparse]
-        values = values[np.isfinite(values)]
-        if len(values):
-            means.append(float(values.mean()))
-    return float(np.mean(means)) if means else 0.0
-
-
 def _stages(subjects: Sequence[Subject]) -> Plot:
-    rows = [row for row in _phases(subjects) if any("stages" in run.steps[-1] for run in row[1])]
-    labels = [label for label, _, _ in rows]
-    values = {
-        name: [1000 * _mean(runs, lambda run: run.stage(stage), sparse) for _, runs, sparse in rows]
-        for stage, name in STAGES.items()
-    }
-    return Plot(
+    return _stacked_plot(
         "stages",
         "Stages of communication",
-        "The communication thread's time in a step, over all buckets. Where one pass adds up, selects and "
-        "encodes, all of it counts as merge.",
-        stacked(labels, values) if rows else (),
-        bars(labels, "milliseconds"),
+        "The communication thread's time in a step, over all buckets. Where one pass adds up, "
+        "selects and encodes, all of it counts as merge.",
+        _rows(subjects, "stages"),
+        {label: partial(Run.stage, name=stage) for stage, label in STAGES.items()},
         nothing=_OLD,
         wide=True,
-        height=bars_height(len(rows)),
     )
 
 
 def _overlap(subjects: Sequence[Subject]) -> Plot:
-    rows = [row for row in _phases(subjects) if any("busy" in run.steps[-1] for run in row[1])]
-    labels = [label for label, _, _ in rows]
-    values = {
-        "hidden behind backward": [1000 * _mean(runs, _hidden_seconds, sparse) for _, runs, sparse in rows],
-        "waited for after backward": [
-            1000 * _mean(runs, lambda run: np.minimum(run.part("synchronise"), run.column("busy")), sparse)
-            for _, runs, sparse in rows
-        ],
-    }
-    return Plot(
+    return _stacked_plot(
         "overlap",
         "Hidden behind backward",
-        "How much of the communication thread's work happened while backward went on. The rest made the "
-        "step longer.",
-        stacked(labels, values) if rows else (),
-        bars(labels, "milliseconds"),
+        "How much of the communication thread's work happened while backward went on. The rest "
+        "made the step longer.",
+        _rows(subjects, "busy"),
+        {"hidden behind backward": _hidden_seconds, "waited for after backward": _waited_seconds},
         nothing=_OLD,
-        height=bars_height(len(rows)),
     )
 
 
 def _hidden_seconds(run: Run) -> Array:
     return np.maximum(run.column("busy") - run.part("synchronise"), 0)
+
+
+def _waited_seconds(run: Run) -> Array:
+    return np.minimum(run.column("busy"), run.part("synchronise"))
 
 
 def _hidden(curves: Curves) -> Plot:
@@ -159,8 +166,8 @@ def _hidden(curves: Curves) -> Plot:
     return curves.plot(
         "hidden",
         "Hidden share over time",
-        "The share of the communication thread's work that was hidden behind backward in each step. "
-        "100 % means that communication was free.",
+        "The share of the communication thread's work that was hidden behind backward in each "
+        "step. 100 % means that communication was free.",
         quantity,
         smoothed=True,
         yaxis=titled("hidden", tickformat=".0%", range=[0, 1.02]),
@@ -181,15 +188,14 @@ def _over_time(curves: Curves) -> Plot:
         )
     run, traces = subject.first, []
     for place, (part, label) in enumerate({**PARTS, "total": "all"}.items()):
-        points = run.points(1000 * run.part(part)).finite()
-        mean = smooth(points.value, max(1, len(points.value) // 40))
-        line = curves.line(Points(points.step, points.seconds, mean), Style(place), label)
+        mean = running_mean(run, run.points(1000 * run.part(part)).finite())
+        line = curves.line(mean, Style(place), label)
         traces.append(line.update(showlegend=True))
     return curves.over_time(
         "seconds",
         "Time of a step",
-        "The parts of a step in milliseconds, as running means. A step up where sparsity starts is the cost "
-        "of selecting; a step down is what sending less saves.",
+        "The parts of a step in milliseconds, as running means. A step up where sparsity starts "
+        "is the cost of selecting; a step down is what sending less saves.",
         traces,
         yaxis=titled("milliseconds", rangemode="tozero"),
         height=380,
@@ -219,8 +225,9 @@ def _buckets_of(subject: Subject, several: bool) -> Plot:
         rows.append("all")
         values = {name: [*each, sum(each)] for name, each in values.items()}
     text = (
-        "Mean of all steps, dense ones too. A bucket holds parameters that are averaged together, as soon as "
-        "backward has all of their gradients; its backward time starts when the bucket before it was ready."
+        "Mean of all steps, dense ones too. A bucket holds parameters that are averaged together, "
+        "as soon as backward has all of their gradients; its backward time starts when the bucket "
+        "before it was ready."
     )
     if len(buckets) > _MOST_BUCKETS:
         text += f" Shown are the {_MOST_BUCKETS} of {len(buckets)} that take longest."

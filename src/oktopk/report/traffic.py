@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .figures import LOG, Curves, Plot, Section, column, graph, layout, marked, safe, titled
+from ..common.format import byte_size
+from .figures import LOG, Curves, Plot, Section, graph, layout, marked, safe, titled
 from .runs import Points, Run
 from .subjects import Subject
 
@@ -26,8 +27,8 @@ def traffic(curves: Curves) -> Section:
         curves.plot(
             "ratio",
             "Compression ratio of a step",
-            "Elements of the gradient for each entry that was applied. It counts entries; bytes shrink less, "
-            "since an entry also needs its position.",
+            "Elements of the gradient for each entry that was applied. It counts entries; bytes "
+            "shrink less, since an entry also needs its position.",
             lambda run: _positive(run, "compression_ratio"),
             yaxis=titled("times fewer entries", **LOG),
         ),
@@ -40,8 +41,10 @@ def traffic(curves: Curves) -> Section:
         ),
         _messages(curves.subjects),
     ]
-    text = "Bytes that rank 0 handed to the network. With equal regions all ranks send about as much."
-    return Section("traffic", "Traffic", text, plots)
+    text = (
+        "Bytes that rank 0 handed to the network. With equal regions all ranks send about as much."
+    )
+    return Section("traffic", "Traffic", "Traffic", text, plots)
 
 
 def _positive(run: Run, name: str) -> Points:
@@ -51,37 +54,44 @@ def _positive(run: Run, name: str) -> Points:
 
 def _messages(subjects: Sequence[Subject]) -> Plot:
     text = (
-        "How many messages rank 0 sent, by their size, for each collective. A bin is a factor of two. "
-        "Many small messages wait for latency, few large ones for bandwidth."
+        "How many messages rank 0 sent, by their size, for each collective. A bin is a factor of "
+        "two. Many small messages wait for latency, few large ones for bandwidth."
     )
     if len(subjects) > 1:
         text += f" Shown for {subjects[0].label}."
     counts = _by_collective(subjects[0].first)
+    bins = sorted({bin for each in counts.values() for bin in each})
     traces = [
         graph().Bar(
-            x=[2.0**bin for bin in sorted(bins)],
-            y=[bins[bin] for bin in sorted(bins)],
+            x=[byte_size(bin) for bin in bins],
+            y=[each[bin] for bin in bins],
             name=safe(collective),
             marker=marked(place),
-            hovertemplate="from %{x:.3s}B: %{y:,} messages",
+            hovertemplate="%{y:,} messages of %{x} or more",
         )
-        for place, (collective, bins) in enumerate(counts.items())
+        for place, (collective, each) in enumerate(counts.items())
     ]
-    axis = titled("bytes of a message", type="log", exponentformat="SI")
+    axis = titled("bytes of a message, at least", type="category")
     return Plot(
         "messages",
         "Sizes of messages",
         text,
         traces,
-        layout(xaxis=axis, yaxis=titled("messages"), showlegend=True, barmode="stack"),
+        layout(xaxis=axis, yaxis=titled("messages"), showlegend=True, barmode="stack", bargap=0.2),
     )
 
 
 def _by_collective(run: Run) -> dict[str, Counter[int]]:
-    """How many messages there are in each bin of sizes, from 2**bin bytes on."""
+    """How many messages there are in each bin of sizes, by its smallest size."""
     found: dict[str, Counter[int]] = {}
     for detail in run.details:
-        for message in detail.get("messages", []):
+        for message in detail["messages"]:
             bins = found.setdefault(message["collective"], Counter())
-            bins[int(np.log2(max(1, message["bytes"])))] += message["count"]
+            bins[_bin(message["bytes"])] += message["count"]
     return found
+
+
+def _bin(size: int) -> int:
+    """1, 2 or 5 times a power of ten: the largest that is not above the size; 0 for nothing."""
+    power = 10 ** (len(str(size)) - 1)
+    return 0 if size < 1 else max(step * power for step in (1, 2, 5) if step * power <= size)

@@ -16,8 +16,8 @@ def training(curves: Curves) -> Section:
         curves.plot(
             "loss",
             "Training loss",
-            "The loss of rank 0's batches. The strong line is a running mean, the faint one behind it is "
-            "every step. Lower is better; look for a bump where sparsity starts.",
+            "The loss of rank 0's batches. The strong line is a running mean, the faint one "
+            "behind it is every step. Lower is better; look for a bump where sparsity starts.",
             column("loss"),
             smoothed=True,
             yaxis=titled("loss"),
@@ -35,8 +35,8 @@ def training(curves: Curves) -> Section:
         curves.plot(
             "gradient",
             "Norm of the averaged gradient",
-            "Measured before clipping. It is spikier in sparse steps: few entries are applied, and each "
-            "of them holds what several steps have saved up.",
+            "Measured before clipping. It is spikier in sparse steps: few entries are applied, "
+            "and each of them holds what several steps have saved up.",
             column("grad_norm"),
             smoothed=True,
             yaxis=titled("norm"),
@@ -44,8 +44,9 @@ def training(curves: Curves) -> Section:
         curves.plot(
             "sparsity",
             "Sparsity",
-            "The share of the gradient's elements that a step did not apply. Dense steps have none. Small "
-            "parameters, such as biases, are always averaged densely, so it stays a little below 1 - density.",
+            "The share of the gradient's elements that a step did not apply. Dense steps have "
+            "none. Small parameters, such as biases, are always averaged densely, so it stays a "
+            "little below 1 - density.",
             column("sparsity"),
             yaxis=titled("not applied", tickformat=".0%", rangemode="tozero"),
         ),
@@ -54,14 +55,15 @@ def training(curves: Curves) -> Section:
             "Density",
             "The share of the elements that a step applied, 1 - sparsity, on a logarithmic axis.",
             _density,
-            yaxis=titled("applied", **LOG),
+            yaxis=titled("applied", **(LOG | {"tickformat": "~%"})),
         ),
     ]
     return Section(
         "training",
         "Learning",
-        "Grey shading is the warm-up, in which all elements are averaged. The dashed line is the step "
-        "where sparsity starts.",
+        "Learning",
+        "Grey shading is the warm-up, in which all elements are averaged. The dashed line is the "
+        "step where sparsity starts.",
         plots,
     )
 
@@ -73,7 +75,11 @@ def _density(run: Run) -> Points:
 
 def _validation(curves: Curves) -> list[Plot]:
     runs = [run for subject in curves.subjects for run in subject.runs]
-    names = list(dict.fromkeys(name for run in runs for each in run.validations for name in each["validation"]))
+    names = list(
+        dict.fromkeys(
+            name for run in runs for each in run.validations for name in each["validation"]
+        )
+    )
     if not names:
         return [
             Plot(
@@ -87,7 +93,9 @@ def _validation(curves: Curves) -> list[Plot]:
 
 
 def _metric(curves: Curves, name: str, runs: Sequence[Run]) -> Plot:
-    metric = next(run for run in runs if any(name in each["validation"] for each in run.validations)).metric(name)
+    metric = next(
+        run for run in runs if any(name in each["validation"] for each in run.validations)
+    ).metric(name)
     better = "Lower is better" if metric.lower_is_better else "Higher is better"
     label = "loss" if name == "loss" else metric.label
     note = f" {metric.note}." if metric.note else ""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ..core.stats import StepStats, Summary
 from ..workloads.base import Validation
-from .records import BucketTiming, EpochRecord, Outcome, Plan, StepRecord
+from .kinds import KINDS
+from .records import BucketTiming, EpochRecord, Faults, KindTotals, Outcome, Plan, StepRecord
 from .step import PARTS
 
 
@@ -32,6 +35,14 @@ class Sums:
     seconds: float = 0.0
     data: float = 0.0
     """Seconds of waiting for batches."""
+    busy: float = 0.0
+    """Seconds that the communication thread worked."""
+    waited: float = 0.0
+    """Seconds of waiting for it after backward."""
+    skipped_steps: int = 0
+    discarded_steps: int = 0
+    kinds: dict[str, list[int]] = field(default_factory=dict)
+    """Of each kind of parameters, in sparse steps: elements, and those that were applied."""
 
     def add(self, record: StepRecord, stats: StepStats) -> None:
         sparse = record.phase == "sparse"
@@ -45,6 +56,9 @@ class Sums:
         self.bytes_sent += record.bytes_sent
         self.seconds += record.seconds["total"]
         self.data += record.seconds["data"]
+        self.busy += record.busy
+        self.waited += record.seconds["synchronise"]
+        self.skipped_steps += record.skipped
 
     @property
     def compression_ratio(self) -> float:
@@ -56,10 +70,12 @@ class Meters:
 
     Args:
         buckets: how many buckets of gradients there are.
+        kinds: of each parameter; see `kinds_of`.
     """
 
-    def __init__(self, buckets: int) -> None:
+    def __init__(self, buckets: int, kinds: Mapping[str, str]) -> None:
         self.of_epoch, self.of_run = Sums(), Sums()
+        self._kinds, self._before = kinds, Sums()
         self._started = time.perf_counter()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._backward = [0.0] * buckets
@@ -69,6 +85,20 @@ class Meters:
             sums.add(record, stats)
         for part, seconds in record.seconds.items():
             self._seconds[part] += seconds
+
+    def go_on(self, of_run: Sums) -> None:
+        """Take over the sums of the run that is resumed."""
+        self.of_run, self._before = of_run, copy.deepcopy(of_run)
+
+    def count(self, summary: Summary) -> None:
+        """Take over what the library counts, for a checkpoint or the end of the run."""
+        run, before = self.of_run, self._before
+        run.discarded_steps = before.discarded_steps + summary.totals.discarded_steps
+        run.kinds = {kind: list(counts) for kind, counts in before.kinds.items()}
+        for name, each in summary.parameters.items():
+            counts = run.kinds.setdefault(self._kinds[name], [0, 0])
+            counts[0] += each.elements
+            counts[1] += each.applied
 
     def add_backward(self, began: float, ready: Sequence[float]) -> None:
         """Share out backward's time: a bucket has the time from when the one before was ready."""
@@ -106,12 +136,15 @@ class Meters:
         epochs: Sequence[EpochRecord],
         summary: Summary,
         memory: Sequence[dict[str, float]],
+        skipped_samples: int = 0,
     ) -> Outcome:
         """The run, after its last step.
 
         Args:
             memory: of each worker.
+            skipped_samples: by the workload, on this rank.
         """
+        self.count(summary)
         sums, here = self.of_run, max(1, steps - plan.first_step)
         return Outcome(
             plan=plan,
@@ -126,7 +159,18 @@ class Meters:
             step_seconds={part: seconds / here for part, seconds in self._seconds.items()},
             buckets=self._buckets(summary, here),
             memory={name: max(part[name] for part in memory) for name in memory[0]},
+            kinds=self._totals_by_kind(summary),
+            busy=sums.busy,
+            waited=sums.waited,
+            faults=Faults(plan.resumed, sums.skipped_steps, sums.discarded_steps, skipped_samples),
         )
+
+    def _totals_by_kind(self, summary: Summary) -> dict[str, KindTotals]:
+        numel = Counter[str]()
+        for name, each in summary.parameters.items():
+            numel[self._kinds[name]] += each.numel
+        found = self.of_run.kinds
+        return {kind: KindTotals(numel[kind], *found[kind]) for kind in KINDS if kind in found}
 
     def _buckets(self, summary: Summary, steps: int) -> tuple[BucketTiming, ...]:
         timings = []

@@ -29,6 +29,7 @@ from typing import IO, Any
 from ..common import files
 from ..common.errors import UserError
 from ..common.format import byte_size, duration, number, percent, plural, toml
+from ..common.values import parse, read
 from ..common.version import version_of
 from ..workloads.base import Example
 from .config.config import Config
@@ -37,6 +38,7 @@ from .metrics_file import METRICS, drop_from
 from .records import DetailRecord, EpochRecord, Outcome, Plan, StepRecord
 
 SUMMARY = "summary.json"
+ENVIRONMENT = "environment.json"
 log = logging.getLogger("oktopk")
 
 
@@ -83,7 +85,7 @@ class RunFolder:
                     f"--run-dir begins a new one"
                 )
             files.write(self.path / "config.toml", toml(settings(plan.config)).encode())
-            files.write(self.path / "environment.json", _json(environment(plan)))
+            files.write(self.path / ENVIRONMENT, _json(environment(plan)))
             # Each line is written at once: a crash loses at most the line being written.
             self._metrics = open(metrics, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
             self._log.open(self.path / "train.log")
@@ -221,7 +223,20 @@ def environment(plan: Plan) -> dict[str, Any]:
         "workers": plan.workers,
         "device": plan.device,
         "steps": plan.steps,
+        "resumed": plan.resumed,
     }
+
+
+def times_resumed(folder: Path) -> int:
+    """How often the run in a folder has been resumed, if it is resumed now once more."""
+    try:
+        before = parse(read(folder / ENVIRONMENT))
+    except FileNotFoundError:
+        return 0  # the run begins
+    except (OSError, ValueError):
+        return 1
+    count = before.get("resumed") if isinstance(before, dict) else 0
+    return 1 + (count if type(count) is int and count > 0 else 0)
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..workloads.base import Validation
 from .config.config import Config
 from .console.live import View
 from .folders import CHECKPOINT, choose_folder
+from .kinds import kinds_of
 from .meters import Meters, Sums, memory
 from .metrics_file import previous_epochs
 from .model import (
@@ -36,8 +37,9 @@ from .model import (
     take_weights,
 )
 from .optimizers import learning_rate, make_optimizer
-from .records import EpochRecord, Observer, Outcome, Plan, StepRecord
-from .run_folder import RunFolder
+from .page import Page
+from .records import DetailRecord, EpochRecord, Observer, Outcome, Plan, StepRecord
+from .run_folder import RunFolder, times_resumed
 from .step import Diverged, train_step
 
 
@@ -89,10 +91,13 @@ class Trainer:
         self.handle.subscribe(lambda stats: setattr(self, "_stats", stats))
 
         self.epoch, self.batches_done, self.step = 1, 0, 0
-        self.meters = Meters(len(self.handle.reducer.buckets))
+        self.meters = Meters(len(self.handle.reducer.buckets), kinds_of(self.net))
         if resumed:
             self._load()
         self.plan = self._make_plan(str(self.folder) if resumed else config.run.pretrain)
+        self._details: list[DetailRecord] = []
+        if self.rank == 0 and config.run.detail_every:
+            self.handle.inspect(self._details.append, self._detail_is_due)
         self.epochs: list[EpochRecord] = []
         if resumed:  # rank 0 reports the epochs before with its own
             self.epochs += attempt(
@@ -107,7 +112,7 @@ class Trainer:
                 resume_step=self.step if config.run.resume else None,
                 resume_epoch=self.epoch,
             )
-            self.observers = (View(), kept) if observers is None else observers
+            self.observers = (View(), kept, Page(self.folder)) if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""
@@ -120,7 +125,8 @@ class Trainer:
             if self.rank:
                 return None
             stats = self.handle.stats()
-            outcome = self.meters.outcome(self.plan, self.step, self.epochs, stats, usage)
+            skipped = getattr(self.workload, "skipped_samples", 0)
+            outcome = self.meters.outcome(self.plan, self.step, self.epochs, stats, usage, skipped)
             self._tell("finished", outcome)
             return outcome
         finally:
@@ -135,6 +141,8 @@ class Trainer:
             while True:
                 record = self.train_step(batches)
                 self._tell("stepped", record)
+                while self._details:
+                    self._tell("detailed", self._details.pop(0))
                 if self._epoch_is_over():
                     return record
                 if every > 0 and self.step % every == 0:
@@ -144,7 +152,7 @@ class Trainer:
         """Forward, backward, synchronise, clip, update; then count."""
         config, reducer = self.config, self.handle.reducer
         lr = learning_rate(config.optimizer, self.step, self.plan.steps, self.epoch)
-        waited = reducer.events.waited
+        waited, busy = reducer.events.waited, reducer.events.busy
         try:
             done = train_step(config, self.workload, self.model, self.optimizer, batches, lr)
         except Diverged as error:
@@ -164,6 +172,13 @@ class Trainer:
             bytes_sent=self._stats.bytes_sent,
             bytes_received=self._stats.bytes_received,
             seconds=done.watch.seconds,
+            target=self._stats.target,
+            offered=self._stats.selected_local,
+            applied=self._stats.selected_global,
+            overflow=self._stats.overflow,
+            skipped=self._stats.skipped,
+            stages=self._stats.seconds,
+            busy=reducer.events.busy - busy,
         )
         self.meters.add(record, self._stats)
         self.step += 1
@@ -199,6 +214,7 @@ class Trainer:
             "random": torch.get_rng_state(),
             "of_epoch": dataclasses.asdict(self.meters.of_epoch),
         }
+        self.meters.count(self.handle.stats())
         average_buffers(self.net)  # others see the model as it is validated
         shared = {
             "model": {**self.net.state_dict(), **copy_buffers(self.net)},
@@ -231,7 +247,7 @@ class Trainer:
                 "those that the run was begun with)"
             ) from error
         self.step, self.epoch = shared["step"], shared["epoch"]
-        self.meters.of_run = Sums(**shared["of_run"])
+        self.meters.go_on(Sums(**shared["of_run"]))
         # Earlier versions did not save all of them.
         if own is None or any(
             settings.get(name) != was for name, was in shared["settings"].items()
@@ -271,7 +287,14 @@ class Trainer:
             dense_steps=steps if isinstance(algorithm, Dense) else algorithm.warmup_steps,
             dense_bytes=round(2 * 4 * parameters * (self.size - 1) / self.size),
             weights_from=weights_from,
+            resumed=times_resumed(self.folder) if self.rank == 0 and run.resume else 0,
         )
+
+    def _detail_is_due(self, step: int) -> bool:
+        """Every few steps, at the end of the warm-up, and in the last step."""
+        plan = self.plan
+        special = (plan.dense_steps - 1, plan.dense_steps, plan.steps - 1)
+        return step % self.config.run.detail_every == 0 or step in special
 
     def _steps_of_epoch(self) -> int:
         return self.batches_done // self.config.run.nsteps_update

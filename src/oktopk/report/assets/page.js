@@ -8,9 +8,10 @@
   const printed = 660; // pixels; fits on A4 and on letter
   let axis = "step", printing = false;
 
+  const zoom = ["zoomIn2d", "zoomOut2d", "resetScale2d"];
   const config = {
-    responsive: true, displaylogo: false, doubleClickDelay: 400,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "pan2d", "zoom2d"],
+    responsive: true, displaylogo: false, showTips: false,
+    modeBarButtons: touch.matches ? [zoom] : [["toImage"], zoom], // none that sends data away
   };
 
   function traces(figure) {

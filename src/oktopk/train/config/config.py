@@ -49,6 +49,11 @@ class Run(Section):
     checkpoint_every: int = option(
         0, "Steps between checkpoints; 0: one after every epoch, -1: one at the end.", least=-1
     )
+    detail_every: int = option(
+        50,
+        "Steps between looks into a step: magnitudes, thresholds, regions, staleness; 0: none.",
+        least=0,
+    )
     tensorboard: bool = option(True, "Write event files for TensorBoard.")
 
 
