@@ -76,7 +76,7 @@ def test_a_cell_is_a_configuration_of_train() -> None:
     )
     first, second = (cell.config(found.setting) for cell in found.cells())
     shared: dict[str, Any] = {"width": 64, "clip": 2.0, "max_steps": 30, "data_dir": "book.txt"}
-    shared |= {"nworkers": 3, "seed": 9, "warmup_steps": 7, "tensorboard": False}
+    shared |= {"nworkers": 3, "seed": 9, "warmup_steps": 7, "tensorboard": False, "page": False}
     assert first == recipe("text", **shared, compressor="oktopk", wire="int4", lr=0.5)
     assert second == recipe("text", **shared, compressor="gaussiank", sigma_scale=3.0)
 
@@ -474,6 +474,7 @@ def test_a_grid_is_trained(finished: Path, capsys: pytest.CaptureFixture[str]) -
     by_seed = {c["seed"]: c["result"]["training_loss"] for c in kept["cells"][::2]}
     assert dense["measures"]["training_loss"]["by_seed"] == {str(s): x for s, x in by_seed.items()}
     assert (finished / "report.html").read_text().count("oktopk-d0.1-w3") > 0
+    assert not list(finished.glob("cells/*/report.html"))
     assert main(["compare", "--report-only", str(finished)]) == 0
     shown = capsys.readouterr().out
     assert "text: 2 workers on loopback" in shown

@@ -112,7 +112,8 @@ class Trainer:
                 resume_step=self.step if config.run.resume else None,
                 resume_epoch=self.epoch,
             )
-            self.observers = (View(), kept, Page(self.folder)) if observers is None else observers
+            page = (Page(self.folder),) if config.run.page else ()
+            self.observers = (View(), kept, *page) if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""

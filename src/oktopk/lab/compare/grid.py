@@ -137,8 +137,9 @@ def _base(args: argparse.Namespace) -> Config:
         close = did_you_mean(key, known)
         if key not in known and close:
             raise UserError(f"--set {part}: there is no {key!r}{close}")
-    # Event files take a second of every cell's start.
-    values: dict[str, Any] = {"tensorboard": False, **read_settings("--set", args.set, known)}
+    # Event files take a second of every cell's start, and a page one of its end.
+    values: dict[str, Any] = {"tensorboard": False, "page": False}
+    values |= read_settings("--set", args.set, known)
     flags = ("data_dir", "max_epochs", "max_steps")
     values |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     return recipe(args.recipe, **values)
