@@ -126,6 +126,8 @@ def test_seeds_are_counted_or_named(text: str, seeds: Sequence[int]) -> None:
         ("text --seeds 9999 --warmups 1,2,3", "at most 10000 are trained"),
         ("text --set widht=3", "there is no 'widht'; did you mean width?"),
         ("text --set density=0.1", "--set density=0.1: write it as --densities"),
+        ("text --set max-stpes=3", "did you mean max_steps?"),
+        ("text --nworkers 1000", "1000 is too much, 256 is the most"),
         ("text --set width=wide", "width must be a whole number"),
         ("text --set width=30", "--width 30 must be a multiple of --heads 4"),
         ("text --rate 1gbit", "need --hosts"),

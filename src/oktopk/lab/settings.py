@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.flags import did_you_mean
 from ..common.typed import describe, from_text
 from ..train.config.options import hints
 
@@ -21,7 +22,9 @@ def read_settings(flag: str, parts: Sequence[str], known: Collection[str]) -> di
     for part in parts:
         key, _, text = part.partition("=")
         if key not in known:
-            raise UserError(f"{flag} {part}: there is no {key!r}; there are {', '.join(known)}")
+            close = did_you_mean(key.replace("-", "_"), known)
+            there = close or f"; there are {', '.join(known)}"
+            raise UserError(f"{flag} {part}: there is no {key!r}{there}")
         values[key] = read_value(flag, key, kinds[key], text)
     return values
 

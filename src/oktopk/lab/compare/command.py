@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared("--max-epochs", type=positive, metavar="N", help="passes over the data (the recipe's)")
     shared("--max-steps", type=positive, metavar="N", help="end after this many, if that is sooner")
     network = parser.add_argument_group("where").add_argument
-    network("--nworkers", type=positive, metavar="N", help="on loopback (the recipe's, or 2)")
+    network("--nworkers", type=whole(1, 256), metavar="N", help="on loopback (the recipe's, or 2)")
     network(
         "--hosts", type=int, metavar="P", help="emulated hosts with one worker each; needs root"
     )

@@ -134,9 +134,6 @@ def _base(args: argparse.Namespace) -> Config:
         key = part.partition("=")[0].replace("-", "_")
         if key in _INSTEAD:
             raise UserError(f"--set {part}: write it as {_INSTEAD[key]}")
-        close = did_you_mean(key, known)
-        if key not in known and close:
-            raise UserError(f"--set {part}: there is no {key!r}{close}")
     # Event files take a second of every cell's start, and a page one of its end.
     values: dict[str, Any] = {"tensorboard": False, "page": False}
     values |= read_settings("--set", args.set, known)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import UserError
+from ...common.format import plural
 from ...train.config.config import Config
 from ..network import Hosts, Link, Loopback, Network
 
@@ -43,8 +44,8 @@ class Links:
 
     def __str__(self) -> str:
         if not self.emulated:
-            return f"{self.workers} workers on loopback"
-        parts = [f"{self.workers} hosts", self.rate or "unlimited rate"]
+            return f"{plural(self.workers, 'worker')} on loopback"
+        parts = [plural(self.workers, "host"), self.rate or "unlimited rate"]
         parts += [f"{self.delay} delay"] if self.delay else []
         parts += [f"{self.loss:g} % lost"] if self.loss else []
         return ", ".join(parts)
