@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...common.cache import expanded
-from ...common.errors import UserError
+from ...common.errors import UserError, printable
 from ...common.format import plural
 from ...train.launch.place import place
 from ..interruption import terminated_like_interrupted
@@ -138,6 +138,7 @@ def _show(comparison: Comparison, folder: Folder) -> None:
     written = None
     try:
         written = page.write(comparison, folder)
-    except UserError as error:  # the table is what was asked for
-        print(f"oktopk: no report page: {error}", file=sys.stderr)
+    except Exception as error:  # hours of training and their table are there
+        why = str(error) or type(error).__name__
+        print(printable(f"oktopk: the report page is not written: {why}"), file=sys.stderr)
     print(f"results are in {folder.path}" + (f", as a page in {written}" if written else ""))
