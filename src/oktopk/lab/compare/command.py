@@ -56,7 +56,10 @@ def _several(read: Callable[[str], N]) -> Callable[[str], list[N]]:
     """An argparse type: values with commas between them, each one once."""
 
     def read_all(text: str) -> list[N]:
-        return list(dict.fromkeys(read(part) for part in text.split(",") if part.strip()))
+        values = list(dict.fromkeys(read(part.strip()) for part in text.split(",") if part.strip()))
+        if not values:
+            raise argparse.ArgumentTypeError(f"{text!r} has no value")
+        return values
 
     return read_all
 
