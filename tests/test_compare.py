@@ -118,6 +118,7 @@ def test_seeds_are_counted_or_named(text: str, seeds: Sequence[int]) -> None:
         ("text --compressors oktopk:lr=much", "lr must be a number, not 'much'"),
         ("text --compressors oktopk:wire=int3", "--wire is 'int3'"),
         ("text --densities 0.01,2", "2 is not above 0 and at most 1"),
+        ("text --max-steps 100", "oktopk-d0.02-w128 would take no sparse step"),
         ("text --densities ,", "',' has no value"),
         ("text --warmups=-1", "-1 is not a whole number of at least 0"),
         ("text --sigma-scales 0", "0 is not above 0"),

@@ -119,9 +119,15 @@ def check(args: argparse.Namespace) -> Grid:
 
 def _check_variant(variant: Variant, setting: Setting) -> None:
     try:
-        Cell(variant, 1).config(setting)
+        config = Cell(variant, 1).config(setting)
     except UserError as error:
         raise UserError(f"--compressors {variant.compressor}: {error}") from None
+    steps, dense = config.run.max_steps, variant.warmup_steps
+    if steps is not None and dense is not None and dense >= steps:
+        raise UserError(
+            f"{variant.name} would take no sparse step: its warm-up is {dense} of {steps} steps; "
+            f"give fewer --warmups, such as {steps // 4}, or more --max-steps"
+        )
 
 
 def _base(args: argparse.Namespace) -> Config:
