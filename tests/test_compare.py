@@ -583,7 +583,7 @@ def interrupted(
 ) -> tuple[list[str], Path, str, int]:
     """A grid of one cell that got a signal in its middle: its command, cell, output, exit code."""
     folder, log = tmp_path / "grid", tmp_path / "log"
-    line = arguments(book, folder, "checkpoint_every=10", "max_epochs=1000", steps=400)
+    line = arguments(book, folder, "checkpoint_every=10", "max_epochs=1000", steps=200)
     line += ["--compressors", "oktopk", "--densities", "0.1"]
     cell = folder / "cells" / "oktopk-d0.1-w3-seed1"
     process = start(line, log)
@@ -611,7 +611,7 @@ def test_an_interrupted_cell_goes_on_from_its_checkpoint(
     assert "Traceback" not in said
     assert main(line) == 0
     assert "resumed at step" in (cell / "train.log").read_text()
-    assert [step["step"] for step in read_metrics(cell)[0]] == list(range(400))
+    assert [step["step"] for step in read_metrics(cell)[0]] == list(range(200))
 
 
 @pytest.mark.parametrize("interrupted", [signal.SIGKILL], indirect=True)
@@ -623,7 +623,7 @@ def test_a_killed_cell_with_a_damaged_checkpoint_begins_anew(
     (cell / "checkpoint" / "manifest.json").write_text("{}")
     assert main(line) == 0
     assert "resumed" not in (cell / "train.log").read_text()
-    assert [step["step"] for step in read_metrics(cell)[0]] == list(range(400))
+    assert [step["step"] for step in read_metrics(cell)[0]] == list(range(200))
 
 
 @needs_network
