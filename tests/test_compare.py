@@ -331,7 +331,7 @@ def test_tables_say_what_was_found() -> None:
     assert difference["training loss"].endswith(" worse")
     assert cost["samples/s"] == "16"
     assert cost["to target"] == "4.0s"
-    assert sparse_cost["MB a step"] == "0.01"
+    assert sparse_cost["bytes a step"] == "10.0 kB"
     assert sparse_cost["x fewer"] == "100x"
     assert sparse_cost["ratio"] == "100x"
     assert sparse_cost["to target"] == "2.0s (1)"

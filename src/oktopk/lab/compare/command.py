@@ -28,7 +28,7 @@ _COLUMNS = """columns
                    two epochs; rank 0's batches
   val loss, ...    the workload's metrics, validated at the end
   samples/s        over all steps, dense warm-up included
-  MB a step        sent by rank 0 in a sparse step; in a dense one where no step is sparse
+  bytes a step     sent by rank 0 in a sparse step; in a dense one where no step is sparse
   x fewer          how many times fewer bytes than a dense step
   ratio            elements by elements applied, of the sparse steps
   to target        seconds of training until the training loss reaches --target-loss, or the final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ...common.format import NOTHING, count, digits, duration, plural, ratio, table
+from ...common.format import NOTHING, byte_size, count, digits, duration, plural, ratio, table
 from ...report import Table
 from ...workloads.base import Metric
 from .results import TRAINING_LOSS, VALIDATION, Comparison, Row
@@ -95,13 +95,13 @@ def _costs(comparison: Comparison, rows: Sequence[Row]) -> Table:
     return _table(
         comparison,
         "cost, mean over seeds",
-        ["samples/s", "MB a step", "x fewer", "ratio", "to target"],
+        ["samples/s", "bytes a step", "x fewer", "ratio", "to target"],
         rows,
         lambda row: [
             digits(_mean(row, "samples_per_second")),
-            digits(None if (sent := _mean(row, "bytes_a_step")) is None else sent / 1e6),
-            _times(_mean(row, "fewer_bytes")),
-            _times(_mean(row, "compression_ratio")),
+            _shown(_mean(row, "bytes_a_step"), byte_size),
+            _shown(_mean(row, "fewer_bytes"), ratio),
+            _shown(_mean(row, "compression_ratio"), ratio),
             _to_target(row),
         ],
         note,
@@ -171,8 +171,8 @@ def _mean(row: Row, name: str) -> float | None:
     return None if measure is None else measure.mean
 
 
-def _times(value: float | None) -> str:
-    return NOTHING if value is None else ratio(value)
+def _shown(value: float | None, form: Callable[[float], str]) -> str:
+    return NOTHING if value is None else form(value)
 
 
 def _to_target(row: Row) -> str:
