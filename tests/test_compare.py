@@ -389,33 +389,38 @@ def test_notes_warn_of_what_readers_would_miss() -> None:
 # Progress.
 
 
-def _followed(*, terminal: bool) -> str:
+def _followed(monkeypatch: Any, *, terminal: bool) -> str:
     """What is shown of a grid of three cells, of which the first was finished before."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100, color_system=None)
-    with GridProgress(3, 1, console) as progress:
+    with GridProgress(3, 1, console) as shown:
         for name in ("oktopk-seed1", "oktopk-seed2"):
-            progress.begin(name)
-            progress.shown_at = 0.0
-            progress.stepped(Step(10, 40, 2.5))
-            progress.end("training loss 1.500", failed=name.endswith("2"))
+            shown.begin(name)
+            for seconds, done in ((8, 10), (62, 40)):
+                now[0] += seconds
+                shown.stepped(Step(done, 50, 2.5))
+            now[0] += 10
+            shown.end("training loss 1.500", failed=name.endswith("2"))
     return out.getvalue()
 
 
-def test_progress_is_plain_lines_without_a_terminal() -> None:
-    first, second, third, fourth = _followed(terminal=False).splitlines()
-    assert first.startswith("[1/3] oktopk-seed1: step 10/40, loss 2.500; ")
-    assert first.endswith(" left")
-    assert second.startswith("[2/3] oktopk-seed1: training loss 1.500, 0.0s; ")
-    assert third.startswith("[2/3] oktopk-seed2: step 10/40")
-    assert fourth == "[3/3] oktopk-seed2: training loss 1.500, 0.0s"
+def test_progress_is_plain_lines_without_a_terminal(monkeypatch: Any) -> None:
+    # The start takes 8 seconds with 10 steps, 30 more take 62: 40 would take 82.7.
+    assert _followed(monkeypatch, terminal=False).splitlines() == [
+        "[1/3] oktopk-seed1: step 40/50, loss 2.500; 1m51s left",
+        "[2/3] oktopk-seed1: training loss 1.500, 1m20s; 1m20s left",
+        "[2/3] oktopk-seed2: step 40/50, loss 2.500; 10.0s left",
+        "[3/3] oktopk-seed2: training loss 1.500, 1m20s",
+    ]
 
 
-def test_progress_is_bars_on_a_terminal() -> None:
-    shown = _followed(terminal=True)
-    assert "10/40" in shown
+def test_progress_is_bars_on_a_terminal(monkeypatch: Any) -> None:
+    shown = _followed(monkeypatch, terminal=True)
+    assert "10/50" in shown
     assert "1/3" in shown
-    assert "step 10/40, loss 2.500; " in shown
+    assert "step 40/50, loss 2.500; 1m51s left" in shown
     assert "[3/3] oktopk-seed2: training loss 1.500" in shown
 
 

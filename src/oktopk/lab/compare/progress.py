@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -28,9 +29,14 @@ class GridProgress:
     def __init__(self, total: int, done: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._animated = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._total, self._done, self._before = total, done, done
+        self._total, self._done = total, done
         self._name, self._step = "", Step(0, None, 0.0)
-        self._began = self._cell_began = time.monotonic()
+        self._cell_began = 0.0
+        self._took: list[float] = []
+        """Seconds of cells that are done."""
+        self._first: tuple[float, int] | None = None
+        """When the cell's first step was seen, and its number."""
+        self._training = False
         self.shown_at = 0.0
         """When the cell's step was shown last."""
         self._bars = Progress(
@@ -62,6 +68,7 @@ class GridProgress:
         """A cell begins."""
         self._name, self._step = name, Step(0, None, 0.0)
         self._cell_began = self.shown_at = time.monotonic()
+        self._first, self._training = None, True
         if self._animated:
             self._cell = self._bars.add_task(name, total=None)
             self._live.refresh()
@@ -69,6 +76,7 @@ class GridProgress:
     def stepped(self, step: Step) -> None:
         self._step = step
         now = time.monotonic()
+        self._first = self._first or (now, step.done)
         if now - self.shown_at < (_REFRESH if self._animated else _PLAIN_SECONDS):
             return
         self.shown_at = now
@@ -81,10 +89,11 @@ class GridProgress:
     def end(self, text: str, *, failed: bool = False) -> None:
         """The cell is finished, or has failed; the text says how it went."""
         self._done += 1
-        took = duration(time.monotonic() - self._cell_began)
-        self._step = Step(0, None, 0.0)
-        self._cell_began = time.monotonic()
-        self._print(f"{self._name}: {text}, {took}{self._left()}", "bold red" if failed else "")
+        took = time.monotonic() - self._cell_began
+        self._took.append(took)
+        self._training = False
+        line = f"{self._name}: {text}, {duration(took)}{self._left()}"
+        self._print(line, "bold red" if failed else "")
         if self._cell is not None:
             self._bars.remove_task(self._cell)
             self._cell = None
@@ -107,13 +116,23 @@ class GridProgress:
         return "" if seconds is None else f"; {duration(seconds)} left"
 
     def _seconds_left(self) -> float | None:
-        """By the mean time of cells until now; the one that is being trained counts in parts."""
-        step, now = self._step, time.monotonic()
-        part = step.done / step.planned if step.planned else 0.0
-        trained = self._done - self._before + part
-        if trained <= 0 or self._done >= self._total:
+        """By the mean time of cells until now; in the first one, by its steps."""
+        cells = self._total - self._done
+        if not cells:
             return None
-        return (now - self._began) / trained * (self._total - self._before - trained)
+        whole = statistics.fmean(self._took) if self._took else self._forecast()
+        spent = time.monotonic() - self._cell_began if self._training else 0.0
+        return None if whole is None else max(0.0, whole - spent) + whole * (cells - 1)
+
+    def _forecast(self) -> float | None:
+        """The time of the cell that is being trained; its start takes longer than its steps."""
+        if self._first is None or self._step.planned is None:
+            return None
+        (since, before), done = self._first, self._step.done
+        if done <= before:
+            return None
+        a_step = (time.monotonic() - since) / (done - before)
+        return since - self._cell_began + a_step * (self._step.planned - before)
 
     def _picture(self) -> RenderableType:
         return Group(self._bars, Text(f"{self._where()}{self._left()}", "dim"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -20,6 +21,7 @@ from .trained import Result, Trained
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 BASELINE = "dense"
 """Unless --baseline names another variant."""
+_LONG = 160
 TRAINING_LOSS = "training_loss"
 VALIDATION = "validation/"
 """Comes before the names of the workload's metrics."""
@@ -218,7 +220,7 @@ def _notes(records: Sequence[CellRecord], rows: Sequence[Row], setting: Setting)
         yield f"{plural(waiting, 'cell')} of {len(records)} not finished: the same command goes on"
     for record in records:
         if record.state == FAILED:
-            yield f"{record.name} failed: {record.why}"
+            yield f"{record.name} failed: {first_sentence(record.why)}"
     for row in rows:
         done = [r.result for r in records if r.variant == row.variant and r.result]
         if done and row.variant.density is not None and not any(r.sparse_steps for r in done):
@@ -231,6 +233,11 @@ def _notes(records: Sequence[CellRecord], rows: Sequence[Row], setting: Setting)
         yield f"cells were trained with several versions: {'; '.join(known)}"
     if not setting.links.emulated:
         yield "on loopback bytes cost next to nothing: on a real network, dense is slower"
+
+
+def first_sentence(why: str) -> str:
+    """Enough of a message to know what went wrong; comparison.json has all of it."""
+    return textwrap.shorten(why.partition(". ")[0], _LONG, placeholder=" ...")
 
 
 def _versions(result: Result) -> str:

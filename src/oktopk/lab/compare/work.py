@@ -16,7 +16,7 @@ from . import page
 from .folder import Folder, merged
 from .grid import Cell, Grid, check
 from .progress import GridProgress
-from .results import FAILED, CellRecord, Comparison, compare
+from .results import FAILED, CellRecord, Comparison, compare, first_sentence
 from .running import CellError, Run, drop_checkpoint
 from .setting import Setting
 from .tables import qualities_line, report
@@ -77,7 +77,7 @@ class _Work:
             trained = read_trained(path)
         except (CellError, UserError) as error:
             self._all.failed(cell, str(error))
-            progress.end(f"failed: {error}", failed=True)
+            progress.end(f"failed: {first_sentence(str(error))}", failed=True)
             self._save()
             return False
         if args.drop_checkpoints:
