@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -519,6 +520,53 @@ def test_other_settings_are_refused(
         assert says in error
         assert error.count("\n") == 1
     assert (finished / "comparison.json").read_text() == before
+
+
+def test_a_cell_of_other_settings_is_never_overwritten(
+    finished: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    cell = folder / "cells" / "dense-seed1"
+    values = (cell / "config.toml").read_text()
+    (cell / "config.toml").write_text(values.replace("lr = 0.003", "lr = 0.5"))
+    for line in (arguments(book, folder), ["compare", "--report-only", str(folder)]):
+        assert main(line) == 2
+        error = capsys.readouterr().err
+        assert f"{cell} was trained with lr = 0.5, not 0.003" in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "code", "says"),
+    [
+        ("summary.json", "{}", 0, "1 cell of 4 not finished"),
+        ("summary.json", None, 0, "1 cell of 4 not finished"),
+        ("metrics.jsonl", "{}\n{}\n", 2, "line 1 of "),
+        ("metrics.jsonl", None, 2, "metrics.jsonl is not there"),
+        ("environment.json", "[]", 2, "environment.json is damaged"),
+        ("config.toml", "lr = ", 2, "and the cell is trained anew"),
+    ],
+)
+def test_damaged_cells_are_told(
+    file: str,
+    content: str | None,
+    code: int,
+    says: str,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    path = folder / "cells" / "dense-seed2" / file
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    assert main(["compare", "--report-only", str(folder)]) == code
+    said = capsys.readouterr()
+    assert says in (said.err if code else said.out)
+    assert said.err.count("\n") == (1 if code else 0)
 
 
 def test_a_longer_grid_reuses_cells_and_survives_one_that_fails(

@@ -33,12 +33,11 @@ class GridProgress:
         self._name, self._step = "", Step(0, None, 0.0)
         self._cell_began = 0.0
         self._took: list[float] = []
-        """Seconds of cells that are done."""
+        """Seconds of cells that were trained."""
         self._first: tuple[float, int] | None = None
         """When the cell's first step was seen, and its number."""
         self._training = False
-        self.shown_at = 0.0
-        """When the cell's step was shown last."""
+        self._shown_at = 0.0
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -67,7 +66,7 @@ class GridProgress:
     def begin(self, name: str) -> None:
         """A cell begins."""
         self._name, self._step = name, Step(0, None, 0.0)
-        self._cell_began = self.shown_at = time.monotonic()
+        self._cell_began = self._shown_at = time.monotonic()
         self._first, self._training = None, True
         if self._animated:
             self._cell = self._bars.add_task(name, total=None)
@@ -77,9 +76,9 @@ class GridProgress:
         self._step = step
         now = time.monotonic()
         self._first = self._first or (now, step.done)
-        if now - self.shown_at < (_REFRESH if self._animated else _PLAIN_SECONDS):
+        if now - self._shown_at < (_REFRESH if self._animated else _PLAIN_SECONDS):
             return
-        self.shown_at = now
+        self._shown_at = now
         if self._cell is not None:
             self._bars.update(self._cell, completed=step.done, total=step.planned)
             self._live.refresh()
@@ -90,8 +89,9 @@ class GridProgress:
         """The cell is finished, or has failed; the text says how it went."""
         self._done += 1
         took = time.monotonic() - self._cell_began
-        self._took.append(took)
         self._training = False
+        if not failed:
+            self._took.append(took)
         line = f"{self._name}: {text}, {duration(took)}{self._left()}"
         self._print(line, "bold red" if failed else "")
         if self._cell is not None:
