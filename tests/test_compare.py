@@ -543,7 +543,7 @@ def test_a_cell_of_other_settings_is_never_overwritten(
         ("summary.json", "{}", 0, "1 cell of 4 not finished"),
         ("summary.json", None, 0, "1 cell of 4 not finished"),
         ("metrics.jsonl", "{}\n{}\n", 2, "line 1 of "),
-        ("metrics.jsonl", None, 2, "metrics.jsonl is not there"),
+        ("metrics.jsonl", None, 0, "1 cell of 4 not finished"),
         ("environment.json", "[]", 2, "environment.json is damaged"),
         ("config.toml", "lr = ", 2, "and the cell is trained anew"),
     ],
@@ -588,6 +588,18 @@ def test_a_longer_grid_reuses_cells_and_survives_one_that_fails(
     # Without it, all is well; nothing is trained.
     assert main([*line, "--compressors", "dense,oktopk"]) == 0
     assert _stamps(finished) == after
+
+
+def test_a_mistake_that_took_no_step_can_be_corrected(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "grid"
+    assert main(arguments(tmp_path / "nowhere", folder)) == 2
+    assert "nowhere: No such file or directory" in capsys.readouterr().err
+    assert main([*arguments(book, folder, "batch_size=999999"), "--compressors", "dense"]) == 1
+    assert "dense-seed1 failed: " in capsys.readouterr().out
+    assert main([*arguments(book, folder), "--compressors", "dense"]) == 0
+    assert "1 of 1 cell finished" in capsys.readouterr().out
 
 
 def start(line: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

@@ -21,6 +21,7 @@ from ...common.errors import UserError
 from ...common.values import build, plain
 from ...train.config.config import Config
 from ...train.config.options import read_toml
+from ...train.metrics_file import METRICS
 from ...train.run_folder import settings
 from ..kept import read_kept
 from .grid import Cell
@@ -103,10 +104,15 @@ class Folder:
         with self._writing():
             files.write(self.path / FILE, (json.dumps(values, indent=1) + "\n").encode())
 
+    def has_steps(self, name: str) -> bool:
+        """Whether a cell has anything to lose."""
+        metrics = self.cell(name) / METRICS
+        return metrics.exists() and metrics.stat().st_size > 0
+
     def is_finished(self, cell: Cell, config: Config) -> bool:
         """Whether a cell needs no training. UserError if another run is in its folder."""
         folder = self.cell(cell.name)
-        if not (folder / "config.toml").exists():
+        if not self.has_steps(cell.name):
             return False
         try:
             found = Config.of(**read_toml(str(folder / "config.toml")))

@@ -46,17 +46,19 @@ class _Work:
         self._cells = grid.cells()
         kept = folder.load()
         if kept and (difference := grid.setting.difference(kept.setting)):
-            raise UserError(
-                f"--dir {folder.path} holds a comparison with {difference}: name another --dir"
-            )
+            if any(folder.has_steps(record.name) for record in kept.cells):
+                raise UserError(
+                    f"--dir {folder.path} holds a comparison with {difference}: name another --dir"
+                )
+            kept = None  # not one step was taken with settings that were perhaps a mistake
         records = merged(kept.cells if kept else [], self._cells)
         self._all = _Known(self._setting, folder, records)
 
     def run(self) -> int:
         waiting = [cell for cell in self._cells if cell.name not in self._all.trained]
-        self._save()
         if waiting:
             waiting[0].config(self._setting).workload.prepare(sys.stderr.isatty())
+        self._save()
         done = len(self._cells) - len(waiting)
         try:
             with GridProgress(len(self._cells), done) as progress:
