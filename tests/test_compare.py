@@ -596,8 +596,10 @@ def test_a_mistake_that_took_no_step_can_be_corrected(
     folder = tmp_path / "grid"
     assert main(arguments(tmp_path / "nowhere", folder)) == 2
     assert "nowhere: No such file or directory" in capsys.readouterr().err
-    assert main([*arguments(book, folder, "batch_size=999999"), "--compressors", "dense"]) == 1
-    assert "dense-seed1 failed: " in capsys.readouterr().out
+    assert main([*arguments(book, folder, "pretrain=nowhere"), "--compressors", "dense"]) == 1
+    assert (
+        "dense-seed1 failed: --pretrain nowhere: there is no such file" in capsys.readouterr().out
+    )
     assert main([*arguments(book, folder), "--compressors", "dense"]) == 0
     assert "1 of 1 cell finished" in capsys.readouterr().out
 
