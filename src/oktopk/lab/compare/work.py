@@ -56,6 +56,7 @@ class _Work:
 
     def run(self) -> int:
         waiting = [cell for cell in self._cells if cell.name not in self._all.trained]
+        self._compare()  # a mistake here need not wait for data
         if waiting:
             waiting[0].config(self._setting).workload.prepare(sys.stderr.isatty())
         self._save()
@@ -90,9 +91,12 @@ class _Work:
         return True
 
     def _save(self) -> Comparison:
-        comparison = self._all.compare(self._args.baseline, self._args.target_loss)
+        comparison = self._compare()
         self._folder.save(comparison)
         return comparison
+
+    def _compare(self) -> Comparison:
+        return self._all.compare(self._args.baseline, self._args.target_loss)
 
     def _tell_interrupted(self) -> None:
         done = sum(cell.name in self._all.trained for cell in self._cells)
