@@ -180,6 +180,7 @@ def trained(run: Run | Forked) -> None:
     shown = run.out.read_text()
     assert shown.count("2 workers on cpu") == 1
     assert "results are in run" in shown
+    assert "the page of this run is run/report.html" in shown
     assert (run.out.parent / "run" / "checkpoint" / "manifest.json").exists()
 
 

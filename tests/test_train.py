@@ -187,6 +187,7 @@ def test_short_run_warns_and_fills_its_lists(
     assert len(steps) == 22
     assert len(epochs) == 2
     assert (tmp_path / "summary.json").exists()
+    assert (tmp_path / "report.html").exists()
     for part in ("part of a step", "backward", "merge", "compression", "allreduce", "demerge"):
         assert part in printed
 

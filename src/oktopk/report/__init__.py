@@ -1,12 +1,12 @@
 """Runs as a page: one HTML file that shows one run, or several side by side.
 
     sources.py    what a page is made of
-    subjects.py   single runs, and groups of runs
     runs.py       reads run folders
+    subjects.py   single runs, and groups of runs
     thinning.py   fewer points of a curve, with its peaks
     style.py      colours, lines, light and dark
-    figures.py    what all figures are made of
-    training.py, traffic.py, times.py, gradients.py    the figures of each part
+    figures.py, marks.py    what all figures are made of
+    training.py, traffic.py, times.py, gradients.py, magnitudes.py, staleness.py    the figures
     facts.py      cards, configuration, environment, faults
     page.py       puts the page together and writes it
     command.py    `oktopk report`

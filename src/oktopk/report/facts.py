@@ -25,9 +25,6 @@ from ..workloads import WORKLOADS, workload_for
 from .runs import Run
 from .subjects import Subject
 
-_SEEDS = {"seed", "run_dir", "resume"}
-"""Settings that may differ between the runs of one group."""
-
 
 @dataclass(frozen=True)
 class Value:
@@ -250,11 +247,11 @@ def settings(subjects: Sequence[Subject]) -> list[Row]:
     """The configurations, those first that differ."""
     defaults = _defaults(subjects[0].first.config)
     names = dict.fromkeys(name for each in subjects for run in each.runs for name in run.config)
-    rows = [_row(name, subjects, lambda run, name=name: run.config.get(name)) for name in names]
-    rows = [
-        Row(row.name, row.cells, row.differs, _changed(row.name, subjects, defaults))
-        for row in rows
-    ]
+    rows = []
+    for name in names:
+        cells = [_cell([run.config.get(name) for run in each.runs], name) for each in subjects]
+        changed = _changed(name, subjects, defaults)
+        rows.append(Row(name, cells, len(set(cells)) > 1, changed))
     return sorted(rows, key=lambda row: not row.differs)
 
 
@@ -288,18 +285,13 @@ def environment(subjects: Sequence[Subject]) -> list[Row]:
 
 
 def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+    found = dict[str, str]()
     for name, value in environment.items():
         if isinstance(value, Mapping):
             found |= {str(key): _text(each) for key, each in value.items()}
         else:
             found[name] = " ".join(map(str, value)) if isinstance(value, list) else _text(value)
     return found
-
-
-def _row(name: str, subjects: Sequence[Subject], of: Callable[[Run], Any]) -> Row:
-    cells = [_cell([of(run) for run in each.runs], name) for each in subjects]
-    return Row(name, cells, len(set(cells)) > 1 and name not in _SEEDS - {"seed"})
 
 
 def _cell(values: Sequence[Any], name: str) -> str:
@@ -328,22 +320,19 @@ FAULTS = {
 
 def faults(subjects: Sequence[Subject]) -> list[Row]:
     """What did not go as planned; empty if that was not recorded."""
-    recorded = [run.ending.faults for each in subjects for run in each.runs if run.ending]
-    if not any(recorded):
+    found = [[run.ending.faults for run in each.runs if run.ending] for each in subjects]
+    known = [[each for each in faults if each is not None] for faults in found]
+    if not any(known):
         return []
     rows = []
     for name, title in FAULTS.items():
-        cells = [
-            _sum([run.ending.faults.get(name) if run.ending else None for run in each.runs])
-            for each in subjects
-        ]
+        cells = [_sum([getattr(each, name) for each in faults]) for faults in known]
         rows.append(Row(title, cells, marked=any(cell not in ("0", NOTHING) for cell in cells)))
     return rows
 
 
-def _sum(values: Sequence[int | None]) -> str:
-    known = [value for value in values if value is not None]
-    return count(sum(known)) if known else NOTHING
+def _sum(values: Sequence[int]) -> str:
+    return count(sum(values)) if values else NOTHING
 
 
 def examples(subjects: Sequence[Subject]) -> list[tuple[str, Sequence[Mapping[str, str]]]]:

@@ -1,4 +1,4 @@
-"""What all figures are made of: curves of subjects, axes, and marks where sparsity starts.
+"""What all figures are made of: curves of subjects, bars, and axes.
 
 A curve has its steps as x and its seconds as `customdata`; the page's switch exchanges the two.
 Texts that come from users go through `safe`, because plotly reads some HTML in texts.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..common.extras import need
+from .marks import level, marks
 from .runs import Array, Points, Run
 from .style import COLOURS, GREY, PATTERNS, Style
 from .subjects import Subject, band
@@ -21,6 +24,10 @@ from .thinning import smooth, thin
 
 _POINTS = 48_000
 """Of all curves of a page together; a point takes about 16 bytes."""
+_MOST_LINES = 48
+"""In a plot; more would neither be readable nor small."""
+_FEW = 6
+"""With more subjects than this, smoothed curves are shown without every step behind them."""
 _SMOOTH = 40
 """A smoothed curve is the running mean of this fraction of the steps."""
 _LONGEST = 22
@@ -61,8 +68,8 @@ class Section:
 
 
 def safe(text: str) -> str:
-    """A text as plotly shows it, with nothing that it would take for HTML or for a variable."""
-    return html.escape(text).replace("%{", "%&#123;")
+    """A text with nothing that plotly takes for HTML."""
+    return html.escape(text, quote=False)
 
 
 def short(text: str) -> str:
@@ -75,6 +82,17 @@ def graph() -> Any:
     return need("plotly.graph_objects", "report")
 
 
+def drawn(subjects: Sequence[Subject]) -> list[Subject]:
+    """The subjects that plots have room for: the first ones."""
+    lines = accumulate(_lines(subject) for subject in subjects)
+    return [each for each, count in zip(subjects, lines, strict=True) if count <= _MOST_LINES]
+
+
+def _lines(subject: Subject) -> int:
+    """A mean over runs has two edges."""
+    return 1 if len(subject.runs) == 1 else 3
+
+
 class Curves:
     """Draws curves of subjects against steps or seconds.
 
@@ -84,8 +102,9 @@ class Curves:
 
     def __init__(self, subjects: Sequence[Subject], plots: int = 24) -> None:
         self.subjects = subjects
-        lines = sum(2 if len(subject.runs) == 1 else 4 for subject in subjects)
-        self.most = max(60, min(900, _POINTS // max(1, lines * plots)))
+        self._few = len(subjects) <= _FEW
+        lines = sum(_lines(subject) for subject in subjects) * (2 if self._few else 1)
+        self.most = max(40, min(900, _POINTS // (lines * plots)))
 
     def plot(
         self,
@@ -100,7 +119,16 @@ class Curves:
         reference: float | None = None,
         **more: Any,
     ) -> Plot:
-        """A quantity of all subjects."""
+        """A quantity of all subjects.
+
+        Args:
+            smoothed: for quantities that are noisy from step to step.
+            reference: a level to draw.
+        """
+        if any(len(subject.runs) > 1 for subject in self.subjects):
+            text += " Bands are one standard deviation to each side, between the runs of a group."
+        elif smoothed and self._few:
+            text += " The strong line is a running mean, the faint one behind it every step."
         traces: list[Any] = []
         for subject in self.subjects:
             traces += self.of(subject, quantity, smoothed=smoothed, markers=markers)
@@ -126,9 +154,11 @@ class Curves:
             showlegend=any(trace.showlegend for trace in traces),
             hovermode="x unified",
         )
-        lines = [_level(reference)] if reference is not None and traces else []
-        at_step = marks(self.subjects, seconds=False, own=lines)
-        at_seconds = marks(self.subjects, seconds=True, own=lines)
+        lines = [level(reference)] if reference is not None and traces else []
+        at_step, at_seconds = (
+            marks(self.subjects, seconds=seconds, inside=base["showlegend"], own=lines)
+            for seconds in (False, True)
+        )
         return Plot(
             key,
             title,
@@ -154,13 +184,13 @@ class Curves:
     ) -> list[Any]:
         if not len(curve.value):
             return []
-        if mean is None:
-            return [self.own(curve, subject, markers=markers)]
-        behind = self.own(curve, subject, opacity=0.28, width=1, hoverinfo="skip")
+        if mean is None or not self._few:
+            return [self.own(mean or curve, subject, markers=markers)]
+        behind = self.own(curve, subject, opacity=0.4, width=1, hoverinfo="skip")
         return [behind, self.own(mean, subject, markers=markers)]
 
     def _mean(self, subject: Subject, curves: Sequence[Points], markers: bool) -> list[Any]:
-        found = band(curves)
+        found = band(curves, self.most)
         if found is None:
             return []
         mean, edges = found.mean, []
@@ -205,6 +235,17 @@ class Curves:
         return self.line(
             curve, subject.style, subject.label, meta={"subject": subject.style.place}, **more
         )
+
+
+def several(curves: Curves, quantities: Mapping[str, Points]) -> list[Any]:
+    """A curve for each quantity of the only run."""
+    found = []
+    for place, (name, points) in enumerate(quantities.items()):
+        kept = points.finite()
+        if len(kept.value):
+            line = curves.line(kept, Style(place), name, markers=len(kept.value) < 40)
+            found.append(line.update(showlegend=True))
+    return found
 
 
 def running_mean(run: Run, curve: Points) -> Points:
@@ -297,92 +338,10 @@ def bars_height(rows: int) -> int:
     return 130 + 34 * max(2, rows)
 
 
-LOG = {"type": "log", "exponentformat": "power"}
-"""A logarithmic axis."""
-
-
-def marks(
-    subjects: Sequence[Subject], *, seconds: bool, own: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """Shading of the dense phase and a line where sparsity starts, as parts of a layout.
-
-    Where subjects start at different times, each has a line, and the shading ends at the first.
-    """
-    starts = [(start, each) for each in subjects if (start := _start(each, seconds)) is not None]
-    shapes, texts = list(own), list[dict[str, Any]]()
-    if starts:
-        first = min(start for start, _ in starts)
-        same = all(abs(start - first) <= 0.01 * max(first, 1) for start, _ in starts)
-        if first > 0:
-            shapes.append(_shading(first))
-        for start, subject in starts[:1] if same else starts:
-            shapes.append(_upright(start, GREY if same else subject.style.colour))
-        texts.append(_note(first, first > 0.5 * _end(subjects, seconds)))
-    return {"shapes": shapes, "annotations": texts}
-
-
-def _start(subject: Subject, seconds: bool) -> float | None:
-    def of(run: Run) -> float | None:
-        place = run.sparsity_starts
-        if place is None:
-            return None
-        before = float(run.elapsed[place - 1]) if place else 0.0
-        return before if seconds else float(run.number[place])
-
-    return subject.mean(of)
-
-
-def _end(subjects: Sequence[Subject], seconds: bool) -> float:
-    runs = [run for subject in subjects for run in subject.runs]
-    return max(float((run.elapsed if seconds else run.number)[-1]) for run in runs)
-
-
-def _shading(end: float) -> dict[str, Any]:
-    return {
-        "type": "rect",
-        "x0": 0,
-        "x1": end,
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "fillcolor": "rgba(138,143,152,0.16)",
-        "line": {"width": 0},
-        "layer": "below",
-    }
-
-
-def _upright(at: float, colour: str) -> dict[str, Any]:
-    line = {"color": colour, "width": 2, "dash": "dash"}
-    return {
-        "type": "line",
-        "x0": at,
-        "x1": at,
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "line": line,
-        "layer": "below",
-    }
-
-
-def _level(value: float) -> dict[str, Any]:
-    line = {"color": GREY, "width": 1.5, "dash": "dot"}
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value} | {
-        "line": line,
-        "layer": "below",
-    }
-
-
-def _note(at: float, left: bool) -> dict[str, Any]:
-    return {
-        "x": at,
-        "y": 1,
-        "yref": "paper",
-        "yanchor": "bottom",
-        "xanchor": "right" if left else "left",
-        "text": "dense, then sparse from here ┐" if left else "┌ sparsity starts",
-        "showarrow": False,
-    }
+LOG = {"type": "log", "exponentformat": "power", "nticks": 3}
+"""A logarithmic axis, with ticks at 1, 2 and 5."""
+POWERS = {"type": "log", "exponentformat": "power"}
+"""A logarithmic axis of many powers of ten."""
 
 
 def column(name: str) -> Quantity:
@@ -390,6 +349,6 @@ def column(name: str) -> Quantity:
     return lambda run: run.points(run.column(name))
 
 
-def where(mask: Array, value: Array) -> Array:
+def where(mask: NDArray[np.bool_], value: Array) -> Array:
     """The values where the mask is true, NaN elsewhere."""
     return np.where(mask, value, np.nan)

@@ -13,10 +13,11 @@ from ..common.errors import UserError
 from ..common.extras import need
 from ..common.version import version_of
 from . import facts
-from .figures import Curves, Plot, Section, graph
-from .gradients import gradients, waiting
+from .figures import Curves, Plot, Section, drawn, graph
+from .gradients import gradients
 from .runs import read_runs
 from .sources import RunSource, Table
+from .staleness import waiting
 from .style import template
 from .subjects import Subject, subjects_of
 from .times import times
@@ -62,6 +63,7 @@ def render(subjects: Sequence[Subject], tables: Sequence[Table] = ()) -> str:
         faults=facts.faults(subjects),
         examples=facts.examples(subjects),
         sections=sections,
+        drawn=len(drawn(subjects)),
         tables=tables,
         version=version_of("oktopk"),
         css=_safe(jinja, "page.css"),
@@ -75,7 +77,7 @@ def render(subjects: Sequence[Subject], tables: Sequence[Table] = ()) -> str:
 
 def sections_of(subjects: Sequence[Subject]) -> list[Section]:
     """All plots of a page."""
-    curves = Curves(subjects)
+    curves = Curves(drawn(subjects))
     return [each(curves) for each in (training, traffic, times, gradients, waiting)]
 
 
@@ -97,8 +99,11 @@ def _figure(plot: Plot) -> dict[str, Any]:
 
 def _title(subjects: Sequence[Subject]) -> str:
     names = [subject.label for subject in subjects]
+    runs = sum(len(subject.runs) for subject in subjects)
+    if runs > len(names):
+        return f"{runs} runs in {len(names)} groups"
     if len(names) > 3:
-        return f"{len(names)} runs side by side"
+        return f"{runs} runs side by side"
     return " · ".join(names)
 
 

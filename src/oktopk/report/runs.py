@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..common.errors import UserError, printable
 from ..common.values import build, parse, parse_toml, read
 from ..train.metrics_file import METRICS, read_records
-from ..train.records import BucketTiming
+from ..train.records import BucketTiming, Faults, KindTotals
 from ..workloads import workload_for
 from ..workloads.base import Metric
 from .sources import RunSource
@@ -50,16 +50,6 @@ class Planned:
     workers: int
     steps: int
     dense_bytes: int
-    first_step: int = 0
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Parameters of one kind, over the sparse steps."""
-
-    numel: int
-    elements: int
-    applied: int
 
 
 @dataclass(frozen=True)
@@ -68,19 +58,12 @@ class Ending:
 
     plan: Planned
     steps: int
-    sparse_steps: int
-    sparsity: float
     compression_ratio: float
-    bytes_sent: int
-    dense_bytes: int
     seconds: float
-    step_seconds: dict[str, float]
     buckets: tuple[BucketTiming, ...]
     memory: dict[str, float]
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    busy: float | None = None
-    waited: float | None = None
-    faults: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, KindTotals] = field(default_factory=dict)
+    faults: Faults | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ import numpy as np
 from .runs import Array, Points, Run
 from .style import Style
 
-_BINS = 240
-"""Of a mean over runs: each is the mean of its steps first."""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -57,14 +54,18 @@ class Band:
     spread: Array
 
 
-def band(curves: Sequence[Points]) -> Band | None:
-    """The mean of several runs' curves: in bins of steps, each run counts once."""
+def band(curves: Sequence[Points], most: int) -> Band | None:
+    """The mean of several runs' curves. Steps are put into bins, where each run counts once.
+
+    Args:
+        most: the number of bins.
+    """
     curves = [each for each in (curve.finite() for curve in curves) if len(each.value)]
     if not curves:
         return None
     last = max(curve.step[-1] for curve in curves)
     places = max(len(curve.step) for curve in curves)
-    edges = np.linspace(0, last + 1, min(_BINS, places) + 1)
+    edges = np.linspace(0, last + 1, min(most, places) + 1)
     step, seconds, value = (
         _stacked([_binned(curve, getattr(curve, name), edges) for curve in curves])
         for name in ("step", "seconds", "value")

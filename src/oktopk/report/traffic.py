@@ -54,8 +54,8 @@ def _positive(run: Run, name: str) -> Points:
 
 def _messages(subjects: Sequence[Subject]) -> Plot:
     text = (
-        "How many messages rank 0 sent, by their size, for each collective. A bin is a factor of "
-        "two. Many small messages wait for latency, few large ones for bandwidth."
+        "How many messages rank 0 sent, by their size, for each collective. Many small messages "
+        "cost latency, few large ones cost bandwidth."
     )
     if len(subjects) > 1:
         text += f" Shown for {subjects[0].label}."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .figures import LOG, Curves, Plot, Quantity, Section, column, titled
+from .figures import LOG, Curves, Plot, Quantity, Section, column, safe, titled
 from .runs import Points, Run
 
 
@@ -16,8 +16,7 @@ def training(curves: Curves) -> Section:
         curves.plot(
             "loss",
             "Training loss",
-            "The loss of rank 0's batches. The strong line is a running mean, the faint one "
-            "behind it is every step. Lower is better; look for a bump where sparsity starts.",
+            "The loss of rank 0's batches. Lower is better. Look for a bump where sparsity starts.",
             column("loss"),
             smoothed=True,
             yaxis=titled("loss"),
@@ -105,7 +104,7 @@ def _metric(curves: Curves, name: str, runs: Sequence[Run]) -> Plot:
         f"On data that the model does not learn from, at the end of an epoch. {better}.{note}",
         _values(name),
         markers=True,
-        yaxis=titled(label),
+        yaxis=titled(safe(label)),
     )
 
 

@@ -1,7 +1,11 @@
 "use strict";
 (() => {
-  const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const figures = read("figures"), templates = read("templates");
+  const text = (id) => document.getElementById(id).textContent;
+  const figures = {
+    light: JSON.parse(text("figures")),
+    dark: JSON.parse(text("figures").replaceAll("#0072B2", "#48a2e0")), // needs more light
+  };
+  const templates = JSON.parse(text("templates"));
   const dark = matchMedia("(prefers-color-scheme: dark)"), touch = matchMedia("(pointer: coarse)");
   const places = [...document.querySelectorAll("[data-plot]")];
   const hidden = new Set();
@@ -13,6 +17,8 @@
     responsive: true, displaylogo: false, showTips: false,
     modeBarButtons: touch.matches ? [zoom] : [["toImage"], zoom], // none that sends data away
   };
+
+  const theme = () => (dark.matches && !printing ? "dark" : "light");
 
   function traces(figure) {
     const seconds = axis === "seconds" && figure.seconds.xaxis;
@@ -26,7 +32,7 @@
   function layout(figure) {
     const own = axis === "seconds" ? figure.seconds : {};
     const made = structuredClone({ ...figure.layout, ...own });
-    made.template = structuredClone(templates[dark.matches && !printing ? "dark" : "light"]);
+    made.template = structuredClone(templates[theme()]);
     made.uirevision = axis; // a zoom outlives everything but the switch
     if (touch.matches) made.dragmode = false; // a finger scrolls the page
     if (printing) made.width = printed;
@@ -34,7 +40,7 @@
   }
 
   const draw = (place) => {
-    const figure = figures[place.dataset.plot];
+    const figure = figures[theme()][place.dataset.plot];
     return Plotly.react(place, traces(figure), layout(figure), config);
   };
   const drawAll = () => places.forEach(draw);
