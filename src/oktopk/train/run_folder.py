@@ -161,6 +161,7 @@ def environment(plan: Plan) -> dict[str, Any]:
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "workers": plan.workers,
         "device": plan.device,
+        "steps": plan.steps,
         "resumed": plan.resumed,
     }
 

@@ -115,8 +115,8 @@ class Trainer:
                 resume_epoch=self.epoch,
             )
             others = reporters(config.run, self.folder, resume_step)
-            own = (View(), kept, *others, Page(self.folder))
-            self.observers = own if observers is None else observers
+            page = [Page(self.folder)] if config.run.page else []
+            self.observers = [View(), kept, *others, *page] if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""

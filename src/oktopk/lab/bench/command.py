@@ -7,16 +7,14 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from ...common.errors import UserError
 from ...common.flags import positive, real, share, whole
 from ...train.config.recipes import DEFAULT
+from ..interruption import terminated_like_interrupted
 from . import files, plots, tables
 from .plan import DEFAULT_RATE, OF_RECIPE, Bench, check
 from .race import Group, measure
@@ -154,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     report = _Report(args, bench, runs)
     try:
         with (
-            _terminated_like_interrupted(),
+            terminated_like_interrupted(),
             Status() as status,
             contextlib.closing(measure(bench, status)) as groups,
         ):
@@ -225,17 +223,3 @@ def _report_only(args: argparse.Namespace) -> int:
     if args.plot:
         plots.plot([result for each in runs for result in each.results], args.plot)
     return 0
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the process as Ctrl-C does: after it has cleaned up."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

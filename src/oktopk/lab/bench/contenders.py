@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ...common.errors import UserError
 from ...common.flags import did_you_mean
-from ...common.typed import describe, from_text
 from ...train.config.options import hints
+from ..settings import read_value
 
 if TYPE_CHECKING:
     from ...algorithms import Algorithm
@@ -144,9 +144,9 @@ def _options(
         if not equals and name == "powersgd":
             key, text = "rank", part
         if key in kinds:
-            options[key] = read(spec, key, kinds[key], text)
+            options[key] = read_value(spec, key, kinds[key], text)
         elif key in config and training:
-            for_training[key] = read(spec, key, config[key], text)
+            for_training[key] = read_value(spec, key, config[key], text)
         elif key in config:
             raise UserError(f"{spec}: {key} is an option of training, leave it out here")
         else:
@@ -175,11 +175,3 @@ def kinds_of(owner: type) -> dict[str, Any]:
     """A dataclass's fields and their types."""
     hints = get_type_hints(owner)
     return {each.name: hints[each.name] for each in fields(owner)}
-
-
-def read(where: str, key: str, kind: Any, text: str) -> Any:
-    """The value of an option; `where` names the place of a mistake."""
-    try:
-        return from_text(kind, text)
-    except ValueError:
-        raise UserError(f"{where}: {key} must be {describe(kind)}, not {text!r}") from None

@@ -9,34 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ...common import files, host
+from ...common import files
 from ...common.errors import UserError
-from ...common.values import build, parse, plain, read
-from ...common.version import version_of
+from ...common.values import build, plain
+from ..kept import read_kept
+from ..machine import Machine, this_machine
 from .results import Result
 
 FORMAT = "oktopk bench"
 VERSION = 1
 """Goes up when a program that reads the file would have to change."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Facts that results depend on. Only the processor must be in a file."""
-
-    processor: str
-    cores: int = 0
-    system: str = ""
-    python: str = ""
-    torch: str = ""
-    oktopk: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,16 +45,8 @@ class _Kept:
 
 def new_run(arguments: Mapping[str, Any]) -> Run:
     """A run that begins now, on this machine."""
-    machine = Machine(
-        host.processor(),
-        len(host.cores()),
-        platform.platform(),
-        platform.python_version(),
-        version_of("torch"),
-        version_of("oktopk"),
-    )
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Run(when, machine, [], arguments=dict(arguments))
+    return Run(when, this_machine(), [], arguments=dict(arguments))
 
 
 def check_file(path: Path, append: bool) -> None:
@@ -107,19 +87,7 @@ def _told(flag: str, path: Path) -> Iterator[None]:
 
 def load(path: Path) -> list[Run]:
     """The runs in a file, oldest first."""
-    try:
-        kept = parse(read(path).decode())
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--json {path} is not JSON: {error}") from None
-    if not isinstance(kept, dict) or kept.get("format") != FORMAT:
-        raise UserError(f"--json {path} does not hold results of oktopk bench")
-    if kept.get("version") != VERSION:
-        raise UserError(
-            f"--json {path} has version {kept.get('version')}, but must have {VERSION}: it was "
-            "written by another version of oktopk; name another file"
-        )
+    kept = read_kept(path, f"--json {path}", FORMAT, VERSION)
     try:
         runs = build(_Kept, {"runs": _without_gaps(kept.get("runs"))}).runs
         for result in (result for run in runs for result in run.results):

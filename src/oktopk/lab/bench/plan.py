@@ -16,11 +16,11 @@ from typing import Any
 from ...common import host
 from ...common.errors import UserError
 from ...common.format import byte_size
-from ...train.config.options import hints
 from ...workloads import RECIPES, WORKLOADS
 from ..network import Link, check_hosts, unavailable
+from ..settings import read_settings
 from . import files
-from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, parse, read
+from .contenders import BASELINE, OF_OWN_TRAINING, OF_TRAINING, Contender, parse
 
 _DEFAULT_CONTENDERS = {
     "raw": ("fp16", "bf16", "powersgd:1", "oktopk", "topka", "topkdsa", "gtopk", "gaussiank"),
@@ -155,13 +155,7 @@ def _values(args: argparse.Namespace) -> dict[str, Any]:
     values: dict[str, Any] = {"seed": args.seed, "data_dir": args.data_dir}
     if args.epochs:
         values["max_epochs"] = args.epochs
-    kinds = hints()
-    for part in args.set:
-        key, _, text = part.partition("=")
-        if key not in OF_RECIPE:
-            raise UserError(f"--set {part}: there is no {key!r}; there are {', '.join(OF_RECIPE)}")
-        values[key] = read("--set", key, kinds[key], text)
-    return values
+    return values | read_settings("--set", args.set, OF_RECIPE)
 
 
 def _check_options(bench: Bench) -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..losses import running_means, seconds_to, window_of
 from .messages import Answer, Course, Step
 
 
@@ -202,11 +203,8 @@ def add_training(result: Result, answers: Sequence[Answer]) -> Result:
     assert course is not None
     ends = [max(record.elapsed for record in step) for step in steps]
     losses = [statistics.fmean(_loss(record) for record in step) for step in steps]
-    # An epoch, because losses of batches differ: long samples have larger ones than short ones.
-    window = max(1, min(course.steps_per_epoch, course.planned // 2))
-    means = [
-        statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, 1 + len(losses))
-    ]
+    window = window_of(course.steps_per_epoch, course.planned)
+    means = running_means(losses, window)
     return dataclasses.replace(
         result,
         samples_per_second=course.samples * len(steps) / ends[-1],
@@ -284,8 +282,4 @@ def _speedup(dense: Result, result: Result) -> float | None:
 
 
 def _seconds_to(result: Result, target: float | None) -> float | None:
-    """When the mean loss of a whole window first reached the target."""
-    if target is None or result.window is None:
-        return None
-    whole = result.curve[result.window - 1 :]
-    return next((seconds for seconds, loss in whole if loss <= target), None)
+    return None if result.window is None else seconds_to(result.curve, result.window, target)

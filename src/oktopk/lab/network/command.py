@@ -25,8 +25,8 @@ from typing import Any, TextIO
 
 from ...common.errors import UserError
 from ...common.format import byte_size, table
-from ...common.host import cores
 from . import Counters, Hosts, Link, Loopback, Network
+from .ranks import environment
 
 DESCRIPTION = """Run a command on every host of an emulated network: hosts with links of a given
 rate and delay, on this machine. Needs root.
@@ -151,7 +151,7 @@ class _Rank:
 
 
 def _start(hosts: Hosts, ranks_per_host: int, command: Sequence[str]) -> list[_Rank]:
-    address, port = hosts.meeting
+    address, port = meeting = hosts.meeting
     size = len(hosts.hosts) * ranks_per_host
     ranks = []
     for rank in range(size):
@@ -166,26 +166,13 @@ def _start(hosts: Hosts, ranks_per_host: int, command: Sequence[str]) -> list[_R
             "port": port,
             "own_address": hosts.hosts[host].address,
         }
-        told = {
-            "RANK": rank,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": ranks_per_host,
-            "GROUP_RANK": host,
-            "NODE_RANK": host,
-            "NNODES": len(hosts.hosts),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-        }
-        # Numerical libraries would take all cores, on every host; torchrun limits them, too.
-        environ = {"OMP_NUM_THREADS": str(max(1, len(cores()) // size)), **os.environ}
         pipes: dict[str, Any] = {}
         if rank > 0:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = hosts.start(
             host,
             [_fill(argument, values) for argument in command],
-            {**environ, **{name: str(value) for name, value in told.items()}},
+            environment(hosts, ranks_per_host, rank, meeting),
             stdin=subprocess.DEVNULL,
             text=True,
             errors="replace",

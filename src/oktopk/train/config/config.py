@@ -43,6 +43,7 @@ class Run(Section):
         "latest run, else a new one.",
         path=True,
     )
+    page: bool = option(True, "Write the page of the run, report.html, at its end.")
     validate_every: int = option(
         5, "Epochs between validations; the first and the last are always validated.", least=1
     )
