@@ -109,7 +109,7 @@ class Ranks:
             transfer=transfer, latency=steps * self.latency, bytes_sent=math.ceil(sent), messages=1
         )
 
-    def levels(self) -> list[tuple[Link, float]]:
+    def levels(self) -> list[tuple[Link, int]]:
         """Of a binary tree from its leaves: the link of each level, and the pairs that use it."""
         found = []
         for level in range(math.ceil(math.log2(self.size))):
