@@ -155,7 +155,8 @@ def gtopk(case: Case) -> Cost:
 
     bytes: 2 (P-1)/P m(k, n), the mean over ranks; the busiest rank sends and receives
         2 log2(P) m
-    seconds: offer + 2 log2(P) (m / R + 2 L + k decode) + log2(P) (k encode + 2k merge) + write
+    seconds: offer + 2 log2(P) (m / R + 2 L + 2 wait + k decode)
+        + log2(P) (k encode + 2k merge) + write
     """
     k, size, ranks, m = case.k, case.size, case.ranks, case.ranks.machine
     nbytes = message(case.wire, k, case.numel, added=1) + 8  # a size goes ahead
@@ -166,7 +167,7 @@ def gtopk(case: Case) -> Cost:
         hop = Cost(
             compute=ranks.calls(2, pairs),
             transfer=ranks.travel(nbytes, link, 2 * pairs),
-            latency=2 * link.latency,
+            latency=2 * (link.latency + m.wait),
             bytes_sent=nbytes * pairs / size,
             messages=2,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+_PAYLOAD = 1448 / 1514
+
 
 @dataclass(frozen=True)
 class Link:
@@ -14,6 +16,19 @@ class Link:
     """Bytes a second that can be sent, and at the same time received."""
     latency: float
     """Seconds from the call of a send until a small message has arrived."""
+
+    @classmethod
+    def of(cls, bits: float, latency: float) -> Link:
+        """A link of so many bits a second, as its maker counts them.
+
+        Of 1514 bytes of an Ethernet frame, TCP carries 1448 of the caller's.
+        """
+        return cls(bits / 8 * _PAYLOAD, latency)
+
+    @property
+    def bits(self) -> float:
+        """The reverse of `of`: bits a second, as a maker counts them."""
+        return self.rate * 8 / _PAYLOAD
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
@@ -74,6 +89,11 @@ class Machine:
     """A step: everything that does not grow with the gradient."""
     message: float = 50e-6
     """A message to one rank: its call."""
+    turn: float = 2e-3
+    """Where ranks share a core: how long a message waits for a core, for each rank beyond one."""
+    duplex: bool = False
+    """Whether the two messages of a pair of ranks travel at the same time. On Gloo they follow each
+    other: a rank's word that it is ready to receive waits behind what it sends. NCCL has both."""
     ranks_a_core: float = 1.0
     """Ranks that share a core: above 1 they wait for each other's computing."""
 
@@ -82,6 +102,11 @@ class Machine:
             value = getattr(self, knob.name)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{knob.name} is {value!r}, but must be a number of at least 0")
+
+    @property
+    def wait(self) -> float:
+        """Seconds that a message waits for a core: turn * (ranks that share a core - 1)"""
+        return self.turn * max(0.0, self.ranks_a_core - 1)
 
     def shared_by(self, ranks: float, size: int) -> float:
         """How many times as long computing takes while `ranks` of `size` ranks compute."""
