@@ -110,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where("--latency", metavar="TIME", help="of a message, 50us say (measured, or 50us)")
     where("--inside-bandwidth", default="100gbit", metavar="RATE", help="in a node (100gbit)")
     where("--inside-latency", default="10us", metavar="TIME", help="in a node (10us)")
+    where(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default="gloo",
+        help="nccl: messages take no processor, and pairs of ranks send both ways at once (gloo)",
+    )
     where("--ranks-per-core", type=_factor, metavar="X", help="where ranks share cores (1)")
     how = parser.add_argument_group("how gradients are averaged").add_argument
     how("--algorithms", nargs="+", metavar="NAME", help=f"({' '.join(_DEFAULTS)})")
@@ -200,6 +206,8 @@ def _question(args: argparse.Namespace, found: Calibration) -> Question:
     machine = found.machine
     if args.ranks_per_core:
         machine = dataclasses.replace(machine, ranks_a_core=args.ranks_per_core)
+    if args.backend == "nccl":
+        machine = dataclasses.replace(machine, duplex=True, copy=0.0, dense=0.0)
     nodes = None
     if args.ranks_per_node > 1:
         nodes = Nodes(args.ranks_per_node, Link.of(inside.bits, inside.seconds))
