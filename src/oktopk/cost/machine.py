@@ -89,11 +89,16 @@ class Machine:
     """A step: everything that does not grow with the gradient."""
     message: float = 50e-6
     """A message to one rank: its call."""
-    turn: float = 2e-3
-    """Where ranks share a core: how long a message waits for a core, for each rank beyond one."""
+    turn: float = 1.5e-3
+    """Where ranks share a core: how long a message waits for it, for each rank beyond one."""
+    crowd: float = 1.4
+    """How many times as long as its bytes an all-to-all takes between many ranks: streams that meet
+    at a link do not share it evenly, and the last one ends late."""
+    again: float = 1e-9
+    """An element: look for the exact threshold, where the carried one finds too few entries."""
     duplex: bool = False
-    """Whether the two messages of a pair of ranks travel at the same time. On Gloo they follow each
-    other: a rank's word that it is ready to receive waits behind what it sends. NCCL has both."""
+    """Whether the two messages of a pair of ranks travel at the same time, as on NCCL. On Gloo they
+    follow each other: a rank's word that it is ready to receive waits behind what it sends."""
     ranks_a_core: float = 1.0
     """Ranks that share a core: above 1 they wait for each other's computing."""
 
@@ -103,14 +108,13 @@ class Machine:
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{knob.name} is {value!r}, but must be a number of at least 0")
 
-    @property
-    def wait(self) -> float:
-        """Seconds that a message waits for a core: turn * (ranks that share a core - 1)"""
-        return self.turn * max(0.0, self.ranks_a_core - 1)
-
     def shared_by(self, ranks: float, size: int) -> float:
         """How many times as long computing takes while `ranks` of `size` ranks compute."""
         return max(1.0, self.ranks_a_core * ranks / size)
+
+    def wait(self, ranks: float, size: int) -> float:
+        """Seconds that a message waits for a core: turn * (ranks that share a core - 1)"""
+        return self.turn * (self.shared_by(ranks, size) - 1)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ class Ranks:
         compute: a call for each message, and one more
 
         Where messages of a pair follow each other (no `duplex`), one of P-1 pairs of a rank has
-        nothing to overlap with: the transfer takes 1 + 1/(P-1) times as long. With two ranks that
-        is twice; with many it is next to nothing.
+        nothing to overlap with: the transfer takes 1 + 1/(P-1) times as long, which is twice with
+        two ranks. With many, it takes `crowd` times as long.
         """
         others = self.size - 1
         if not others:
@@ -75,11 +75,12 @@ class Ranks:
         if self.crosses:
             leaving = self.here * (self.size - self.here) * nbytes
             transfer = max(transfer, self.travel(leaving, self.link))
-        turns = 1 if self.machine.duplex else 1 + 1 / others
+        crowd = 1.0 if others == 1 else self.machine.crowd
+        slower = max(crowd, 1.0 if self.machine.duplex else 1 + 1 / others)
         return Cost(
             compute=self.calls(1 + others),
-            transfer=transfer * turns,
-            latency=self.latency + self.machine.wait,
+            transfer=transfer * slower,
+            latency=self.latency + self.machine.wait(self.size, self.size),
             bytes_sent=others * nbytes,
             messages=1,
         )

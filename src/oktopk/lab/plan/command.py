@@ -201,7 +201,7 @@ def _calibration(args: argparse.Namespace, here: Place | None) -> Calibration:
 def _question(args: argparse.Namespace, found: Calibration) -> Question:
     config = recipe(args.recipe) if args.recipe else None
     numel = args.params or (config.workload.elements() if config else 0)
-    size = args.nworkers or (config.launch.nworkers if config else 8)
+    size: int = args.nworkers or (config.launch.nworkers if config else None) or 8
     inside = _shape(args.inside_bandwidth, args.inside_latency)
     machine = found.machine
     if args.ranks_per_core:
@@ -279,10 +279,10 @@ def _show_machine(args: argparse.Namespace, found: Calibration) -> None:
     print(found.source)
     shown = {
         "element": "ns", "scan": "ns", "clear": "ns", "pick": "ns", "encode": "ns", "decode": "ns",
-        "reduce": "ns", "apply": "ns", "merge": "ns", "dense": "ns", "copy": "ns",
-        "step": "us", "message": "us", "turn": "us",
+        "reduce": "ns", "apply": "ns", "merge": "ns", "again": "ns", "dense": "ns", "copy": "ns",
+        "step": "us", "message": "us", "turn": "us", "crowd": "times",
     }  # fmt: skip
-    factors = {"ns": 1e9, "us": 1e6}
+    factors = {"ns": 1e9, "us": 1e6, "times": 1.0}
     values = plain(found.machine)
     rows = [[name, digits(values[name] * factors[unit]), unit] for name, unit in shown.items()]
     print("\n".join(table(rows)))

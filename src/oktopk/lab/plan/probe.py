@@ -2,9 +2,10 @@
 
 1. Time the kernels with one thread, in processor time. So it does not matter how many ranks share
    a core, or what else runs.
-2. Time messages between the ranks: small ones for latency, large ones for the rate.
-3. Where ranks share cores, let all compute and then exchange a number. What this takes beyond their
-   computing is waiting for a core.
+2. Time messages between the ranks: small ones for latency, large ones for the rate, and many at the
+   same time.
+3. Where ranks share cores, small messages between all of them take longer than between two: they
+   wait for a core.
 
 `python -m oktopk.lab.plan.probe` is the program of a rank that `measure.py` starts.
 """
@@ -26,7 +27,7 @@ from ...common.host import cores
 from ...common.together import gather
 from ...common.values import plain
 from ...core.allreduce import SparseAllreduce
-from ...core.select import aim, keep_largest, smallest
+from ...core.select import aim, keep_largest, kth_largest, select, smallest
 from ...cost import Link, Machine
 from ...kernels import for_device
 from ...wire.message import Entries, Wire
@@ -39,8 +40,10 @@ _REPEATS = 7
 _SECONDS = 0.15
 """A transfer that takes less is measured with a larger message."""
 _LARGEST = 1 << 27
-_BURST = 1e-3
-"""Seconds that a rank computes before an exchange, to see what waiting for a core takes."""
+_EXCHANGES = 40
+_COLD = torch.ones(1 << 24)
+"""Read before a kernel that passes over a vector: a step finds its vectors in memory, not in caches
+of the processor."""
 
 Clock = Callable[[], float]
 
@@ -52,18 +55,19 @@ def probe(place_ranks: int) -> tuple[Machine, Link]:
         place_ranks: ranks on this machine.
     """
     torch.set_num_threads(1)
-    a_core = place_ranks / len(cores())
+    a_core = max(1.0, place_ranks / len(cores()))
     machine = kernels()
-    latency = _latency()
+    latency, together = _latency()
     rate, copy = _rate(machine.dense)
     step, message = _calls()
-    turn = _turn(a_core, latency) if a_core > 1 else Machine.turn
-    found = {**plain(machine), "copy": copy, "step": step, "message": message, "turn": turn}
-    found |= {"latency": latency, "rate": rate}
+    found = {**plain(machine), "copy": copy, "step": step, "message": message}
+    found |= {"latency": latency, "rate": rate, "crowd": _crowd(rate)}
+    if a_core > 1:
+        found["turn"] = max(0.0, together - latency) / (a_core - 1)
     everyone = gather(found)
     middle = {name: statistics.median(each[name] for each in everyone) for name in found}
     latency, rate = middle.pop("latency"), middle.pop("rate")
-    middle |= {"duplex": dist.get_backend() != "gloo", "ranks_a_core": max(1.0, a_core)}
+    middle |= {"duplex": dist.get_backend() != "gloo", "ranks_a_core": a_core}
     return Machine(**middle), Link(rate, latency)
 
 
@@ -84,6 +88,7 @@ def kernels() -> Machine:
         encode=_seconds(many.encode) / many.k,
         decode=_seconds(many.decode) / many.k,
         merge=_seconds(many.merge) / (2 * many.k),
+        again=_seconds(many.again) / _NUMEL,
         dense=_seconds(lambda: vector.add_(other)) / vector.nbytes,
     )
 
@@ -115,6 +120,10 @@ class _Entries:
         self.kernels.offer(
             self.residual, [self.gradient], self.values, self.threshold, self.k, wanted
         )
+
+    def again(self) -> None:
+        threshold, _ = kth_largest(self.gradient, aim(self.k, _NUMEL))
+        select(self.gradient, threshold)
 
     def encode(self) -> None:
         self.wire.encode(self.mine)
@@ -156,27 +165,33 @@ def _seconds(job: Callable[[], object], clock: Clock = time.process_time) -> flo
     job()
     times = []
     for _ in range(_REPEATS):
+        _COLD.sum()
         start = clock()
         job()
         times.append(clock() - start)
     return statistics.median(times)
 
 
-def _latency() -> float:
-    """Of an exchange of 8 bytes with every other rank, in seconds of the clock."""
-    mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+def _latency() -> tuple[float, float]:
+    """Seconds of an exchange of 8 bytes: between two ranks, and between all."""
+    size = dist.get_world_size()
+    pair = dist.new_group([0, 1]) if size > 2 else None
+    alone = _exchange(pair, 2) if dist.get_rank() < 2 and size > 1 else 0.0
+    dist.barrier()
+    together = _exchange(None, size)
+    return _slowest(alone), together
+
+
+def _exchange(group: dist.ProcessGroup | None, size: int) -> float:
+    mine = torch.zeros(size, dtype=torch.int64)
     theirs = torch.empty_like(mine)
-
-    def exchange() -> None:
-        dist.barrier()
-        times.append(-time.perf_counter())
-        dist.all_to_all_single(theirs, mine)
-        times[-1] += time.perf_counter()
-
-    times: list[float] = []
-    for _ in range(30):
-        exchange()
-    return statistics.median(times[5:])
+    times = []
+    for _ in range(_EXCHANGES):
+        dist.barrier(group)
+        since = time.perf_counter()
+        dist.all_to_all_single(theirs, mine, group=group)
+        times.append(time.perf_counter() - since)
+    return statistics.median(times[_EXCHANGES // 5 :])
 
 
 def _rate(dense: float) -> tuple[float, float]:
@@ -219,20 +234,20 @@ def _calls() -> tuple[float, float]:
     return max(0.0, step - 2 * call), message
 
 
-def _turn(a_core: float, latency: float) -> float:
-    """Seconds that a message waits for a core, for each rank beyond one that shares it."""
-    mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    theirs = torch.empty_like(mine)
-    rounds = 20
-    dist.barrier()
-    since = time.perf_counter()
-    for _ in range(rounds):
-        until = time.process_time() + _BURST
-        while time.process_time() < until:
-            pass
+def _crowd(rate: float) -> float:
+    """How many times as long as its bytes an all-to-all takes."""
+    others = dist.get_world_size() - 1
+    if others < 2:
+        return Machine.crowd
+    nbytes = round(rate * _SECONDS / others / 2)
+    mine = torch.zeros((others + 1) * nbytes, dtype=torch.uint8)
+    theirs, times = torch.empty_like(mine), []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        since = time.perf_counter()
         dist.all_to_all_single(theirs, mine)
-    seconds = _slowest(time.perf_counter() - since) / rounds
-    return max(0.0, seconds - a_core * _BURST - latency) / (a_core - 1)
+        times.append(_slowest(time.perf_counter() - since))
+    return max(1.0, statistics.median(times[1:]) * rate / (others * nbytes))
 
 
 def main() -> None:
