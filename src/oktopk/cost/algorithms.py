@@ -168,13 +168,14 @@ def gtopk(case: Case) -> Cost:
     bytes: 2 (P-1)/P m(k, n), the mean over ranks; the busiest rank sends and receives
         2 log2(P) m
     seconds: offer + 2 log2(P) (m / R + 2 L + 2 wait + k decode)
-        + log2(P) (k encode + 2k merge) + write
+        + log2(P) (k encode + k/2 apply + 2k merge) + write, where rounding errors are applied
     """
     k, size, ranks, m = case.k, case.size, case.ranks, case.ranks.machine
     nbytes = message(case.wire, k, case.numel, added=1) + 8  # a size goes ahead
     total = case.offer(exact=True) + case.write(k, k)
     for link, pairs in ranks.levels():
-        up = case.code(encoded=k, decoded=k, active=pairs) + case.compute(2 * k * m.merge, pairs)
+        joined = case.compute(k * m.apply / 2 + 2 * k * m.merge, pairs)
+        up = case.code(encoded=k, decoded=k, active=pairs) + joined
         down = case.code(decoded=k, active=pairs)
         hop = Cost(
             compute=ranks.calls(2, pairs),
