@@ -179,7 +179,7 @@ def gtopk(case: Case) -> Cost:
         down = case.code(decoded=k, active=pairs)
         hop = Cost(
             compute=ranks.calls(2, pairs),
-            transfer=ranks.travel(nbytes, link, 2 * pairs),
+            transfer=max(ranks.copying(nbytes, 2 * pairs), nbytes / link.rate),
             latency=2 * (link.latency + m.wait(2 * pairs, size)),
             bytes_sent=nbytes * pairs / size,
             messages=2,
