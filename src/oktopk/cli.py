@@ -1,4 +1,4 @@
-"""The command line: `oktopk train`, `report`, `recipes`, `data`, `lab`, `bench` and `compare`.
+"""The command line: `oktopk train`, `report`, `compare`, `plan` and others.
 
 A mistake of the user is one line and exit code 2; an interruption is exit code 130. A command
 imports its modules when it runs: then a missing extra stops only the commands that need it, and
@@ -173,6 +173,14 @@ def _compare(arguments: list[str]) -> int:
     return command.run(parser.parse_args(arguments))
 
 
+def _plan(arguments: list[str]) -> int:
+    from .lab.plan import command
+
+    parser = _Parser("plan")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a model"),
     "report": (_report_page, "show one run, or several side by side, as an HTML page"),
@@ -181,6 +189,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "lab": (_lab, "run a command on hosts of an emulated network"),
     "bench": (_bench, "compare ways to average gradients"),
     "compare": (_compare, "train a recipe with several algorithms, settings and seeds"),
+    "plan": (_plan, "predict a step on other hardware"),
 }
 
 
