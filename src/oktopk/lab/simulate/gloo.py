@@ -116,7 +116,7 @@ def broadcast(size: int, nbytes: int, source: int) -> Schedule:
     for level in range((size - 1).bit_length()):
         for near in range(min(2**level, size - 2**level)):
             sender, receiver = (near + source) % size, (near + 2**level + source) % size
-            number = recorder.message(sender, receiver, nbytes)
+            number = recorder.message(sender, sender, receiver, nbytes)
             recorder.start(sender, number)
             recorder.start(receiver, number)
             recorder.wait(receiver, number)

@@ -21,14 +21,18 @@ class Recorder:
 
     def __init__(self, size: int) -> None:
         self.on = [True] * size
-        """Whether the messages that a rank sends now are recorded. In the same step of all ranks it
-        must be the same."""
+        """Whether a rank is in a part of its program that is recorded. All ranks must begin and end
+        it at the same place."""
         self._sources, self._targets, self._nbytes = array("q"), array("q"), array("q")
         self._programs = [array("q") for _ in range(size)]
 
-    def message(self, source: int, target: int, nbytes: int) -> int:
-        """A new message; its number."""
-        if not self.on[source]:
+    def message(self, rank: int, source: int, target: int, nbytes: int) -> int:
+        """A new message; its number.
+
+        Args:
+            rank: the sender or the receiver, whichever is ready first.
+        """
+        if not self.on[rank]:
             return OFF
         self._sources.append(source)
         self._targets.append(target)

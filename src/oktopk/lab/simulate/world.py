@@ -165,7 +165,8 @@ class World:
         """The oldest message of this pair of which only the other side is ready, or a new one."""
         posted = self._posted.setdefault((source, target), deque())
         if not posted or posted[0].sending == sending:
-            number = self.recorder.message(source, target, content.nbytes)
+            here = source if sending else target
+            number = self.recorder.message(here, source, target, content.nbytes)
             posted.append(Message(number, content, sending))
             return posted[-1]
         message = posted.popleft()
