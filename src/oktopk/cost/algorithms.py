@@ -17,6 +17,8 @@ from .sizes import message, room
 
 AIM = 1.2
 """Sums that `OkTopkVariable` gathers, in multiples of k; `AIM` of core/select.py."""
+RETRIED = 0.3
+"""Share of the steps in which a carried threshold finds fewer than k entries."""
 CAPACITY = 1.08
 """Room of a message of `OkTopk`, in multiples of k/P."""
 
@@ -48,10 +50,14 @@ class Case:
         shared = self.ranks.machine.shared_by(self.size if active is None else active, self.size)
         return Cost(compute=seconds * shared)
 
-    def offer(self) -> Cost:
-        """Accumulate, find candidates, and pick the k largest: step + n element + k pick"""
+    def offer(self, exact: bool = False) -> Cost:
+        """Accumulate, find candidates, and pick the k largest: step + n element + k pick
+
+        Where exactly k are needed, and not 0.9 k, some steps need a second pass: + RETRIED n again
+        """
         m = self.ranks.machine
-        return self.compute(m.step + self.numel * m.element + self.k * m.pick)
+        retried = self.numel * RETRIED * m.again if exact else 0.0
+        return self.compute(m.step + self.numel * m.element + self.k * m.pick + retried)
 
     def write(self, offered: float, applied: float) -> Cost:
         """Write averages, and clear offered entries from the residual:
@@ -82,10 +88,10 @@ def dense(case: Case) -> Cost:
 def half(case: Case) -> Cost:
     """Allreduce of 16 bits an element, as DDP's fp16 and bf16 hooks do it: half the bytes.
 
-    compute: two conversions, taken as n scan each
+    compute: two conversions, taken as 4n dense each
     """
     m = case.ranks.machine
-    convert = case.compute(2 * case.numel * m.scan)
+    convert = case.compute(2 * 4 * case.numel * m.dense)
     return convert + _allreduce(case, nbytes=2 * case.numel, sums=4 * case.numel)
 
 
@@ -104,13 +110,18 @@ def topka(case: Case) -> Cost:
     bytes: (P-1) m(k, n)
     seconds: offer + k encode + (P-1) m / R + (P-1) k decode + Pk reduce + n scan + write
     """
+    return _allgather(case, case.offer(exact=True))
+
+
+def _allgather(case: Case, offer: Cost) -> Cost:
+    """Of offers, with their sums on every rank."""
     k, size = case.k, case.size
     if size == 1:
-        return case.offer() + case.write(k, k)
+        return offer + case.write(k, k)
     ranks = case.ranks
     gather = ranks.numbers(3) + ranks.rounds(message(case.wire, k, case.numel))
     return (
-        case.offer()
+        offer
         + case.code(encoded=k)
         + gather
         + case.code(decoded=(size - 1) * k)
@@ -120,12 +131,13 @@ def topka(case: Case) -> Cost:
 
 
 def gaussiank(case: Case) -> Cost:
-    """As TopkA. The threshold is guessed, which takes two passes more on average.
+    """As TopkA, but the threshold is guessed: step + n element + three passes of 4n dense.
 
     Between 2k/3 and 4k/3 entries are selected; k are counted here.
     """
     m = case.ranks.machine
-    return topka(case) + case.compute(2 * case.numel * m.scan - case.k * m.pick)
+    guess = case.compute(m.step + case.numel * (m.element + 3 * 4 * m.dense))
+    return _allgather(case, guess)
 
 
 def topkdsa(case: Case) -> Cost:
@@ -135,12 +147,12 @@ def topkdsa(case: Case) -> Cost:
     """
     k, size, ranks, span = case.k, case.size, case.ranks, case.numel / case.size
     if size == 1:
-        return case.offer() + case.write(k, k)
+        return case.offer(exact=True) + case.write(k, k)
     sums = case.union / size
     whole = 40 + 4 * round(span)
     reply = min(message(case.wire, sums, span), whole)
     return (
-        _split(case)
+        _split(case, exact=True)
         + case.sum(k, span)
         + case.code(encoded=sums)
         + ranks.numbers(3)
@@ -155,18 +167,19 @@ def gtopk(case: Case) -> Cost:
 
     bytes: 2 (P-1)/P m(k, n), the mean over ranks; the busiest rank sends and receives
         2 log2(P) m
-    seconds: offer + 2 log2(P) (m / R + 2 L + k decode) + log2(P) (k encode + 2k merge) + write
+    seconds: offer + 2 log2(P) (m / R + 2 L + 2 wait + k decode)
+        + log2(P) (k encode + 2k merge) + write
     """
     k, size, ranks, m = case.k, case.size, case.ranks, case.ranks.machine
     nbytes = message(case.wire, k, case.numel, added=1) + 8  # a size goes ahead
-    total = case.offer() + case.write(k, k)
+    total = case.offer(exact=True) + case.write(k, k)
     for link, pairs in ranks.levels():
         up = case.code(encoded=k, decoded=k, active=pairs) + case.compute(2 * k * m.merge, pairs)
         down = case.code(decoded=k, active=pairs)
         hop = Cost(
             compute=ranks.calls(2, pairs),
             transfer=ranks.travel(nbytes, link, 2 * pairs),
-            latency=2 * link.latency,
+            latency=2 * (link.latency + m.wait(2 * pairs, size)),
             bytes_sent=nbytes * pairs / size,
             messages=2,
         )
@@ -233,13 +246,13 @@ def oktopk_variable(case: Case) -> Cost:
     )
 
 
-def _split(case: Case) -> Cost:
+def _split(case: Case, exact: bool = False) -> Cost:
     """Offer, and send each region's entries to its owner, after an exchange of sizes."""
     k, size, ranks = case.k, case.size, case.ranks
     nbytes = message(case.wire, k / size, case.numel / size)
     others = k * (size - 1) / size
     coded = case.code(encoded=others, decoded=others)
-    return case.offer() + coded + ranks.numbers(2) + ranks.rounds(nbytes)
+    return case.offer(exact) + coded + ranks.numbers(2) + ranks.rounds(nbytes)
 
 
 ALGORITHMS: dict[str, Callable[[Case], Cost]] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+_PAYLOAD = 1448 / 1514
+
 
 @dataclass(frozen=True)
 class Link:
@@ -14,6 +16,19 @@ class Link:
     """Bytes a second that can be sent, and at the same time received."""
     latency: float
     """Seconds from the call of a send until a small message has arrived."""
+
+    @classmethod
+    def of(cls, bits: float, latency: float) -> Link:
+        """A link of so many bits a second, as its maker counts them.
+
+        Of 1514 bytes of an Ethernet frame, TCP carries 1448 of the caller's.
+        """
+        return cls(bits / 8 * _PAYLOAD, latency)
+
+    @property
+    def bits(self) -> float:
+        """The reverse of `of`: bits a second, as a maker counts them."""
+        return self.rate * 8 / _PAYLOAD
 
     def __post_init__(self) -> None:
         if not self.rate > 0:
@@ -74,6 +89,16 @@ class Machine:
     """A step: everything that does not grow with the gradient."""
     message: float = 50e-6
     """A message to one rank: its call."""
+    turn: float = 1.5e-3
+    """Where ranks share a core: how long a message waits for it, for each rank beyond one."""
+    crowd: float = 1.4
+    """How many times as long as its bytes an all-to-all takes between many ranks: streams that meet
+    at a link do not share it evenly, and the last one ends late."""
+    again: float = 1e-9
+    """An element: look for the exact threshold, where the carried one finds too few entries."""
+    duplex: bool = False
+    """Whether the two messages of a pair of ranks travel at the same time, as on NCCL. On Gloo they
+    follow each other: a rank's word that it is ready to receive waits behind what it sends."""
     ranks_a_core: float = 1.0
     """Ranks that share a core: above 1 they wait for each other's computing."""
 
@@ -86,6 +111,10 @@ class Machine:
     def shared_by(self, ranks: float, size: int) -> float:
         """How many times as long computing takes while `ranks` of `size` ranks compute."""
         return max(1.0, self.ranks_a_core * ranks / size)
+
+    def wait(self, ranks: float, size: int) -> float:
+        """Seconds that a message waits for a core: turn * (ranks that share a core - 1)"""
+        return self.turn * (self.shared_by(ranks, size) - 1)
 
 
 @dataclass(frozen=True)

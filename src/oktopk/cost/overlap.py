@@ -19,7 +19,7 @@ class Step:
     reduction: float
     """Seconds of the reduction."""
     hidden: float
-    """Seconds of the reduction that pass while backward computes."""
+    """Seconds of its communication that pass while backward computes."""
 
     @property
     def seconds(self) -> float:
@@ -33,17 +33,18 @@ class Step:
 
 
 def step_time(compute: float, cost: Cost, buckets: int = 1, backward: float = BACKWARD) -> Step:
-    """A step = compute + the part of the reduction that backward does not hide.
+    """A step = compute + the reduction - the communication that backward hides.
 
-    With B buckets, each but the last is reduced while backward computes the next: at most
-    (B-1)/B of the reduction, and of backward, overlap.
+    With B buckets, each but the last travels while backward computes the next: at most (B-1)/B of
+    the communication, and of backward, overlap. Compressing takes its time in any case.
 
-        hidden = (B-1)/B * min(reduction, backward * compute)
+        hidden = (B-1)/B * min(transfer + latency, backward * compute)
 
     Args:
         compute: seconds of forward, backward and optimizer.
+        cost: of all buckets together.
         buckets: parts in which the gradient is reduced. With one, nothing is hidden.
         backward: its share of compute.
     """
-    hidden = (buckets - 1) / buckets * min(cost.seconds, backward * compute)
+    hidden = (buckets - 1) / buckets * min(cost.communication, backward * compute)
     return Step(compute, cost.seconds, hidden)

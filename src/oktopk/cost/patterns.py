@@ -61,8 +61,12 @@ class Ranks:
         """Every rank sends a message of m bytes to every other, all in one collective.
 
         transfer: (P-1) m / R; with nodes the larger of (r-1) m / R inside, and r (P-r) m / R
-        latency: L
+        latency: L + wait
         compute: a call for each message, and one more
+
+        Where messages of a pair follow each other (no `duplex`), one of P-1 pairs of a rank has
+        nothing to overlap with: the transfer takes 1 + 1/(P-1) times as long, which is twice with
+        two ranks. With many, it takes `crowd` times as long.
         """
         others = self.size - 1
         if not others:
@@ -71,10 +75,12 @@ class Ranks:
         if self.crosses:
             leaving = self.here * (self.size - self.here) * nbytes
             transfer = max(transfer, self.travel(leaving, self.link))
+        crowd = 1.0 if others == 1 else self.machine.crowd
+        slower = max(crowd, 1.0 if self.machine.duplex else 1 + 1 / others)
         return Cost(
             compute=self.calls(1 + others),
-            transfer=transfer,
-            latency=self.latency,
+            transfer=transfer * slower,
+            latency=self.latency + self.machine.wait(self.size, self.size),
             bytes_sent=others * nbytes,
             messages=1,
         )
@@ -82,12 +88,12 @@ class Ranks:
     def rounds(self, nbytes: float) -> Cost:
         """As `all_to_all`, but in P-1 rounds, of which `IN_FLIGHT` travel together.
 
-        latency: L ceil((P-1) / IN_FLIGHT)
+        latency: (L + wait) ceil((P-1) / IN_FLIGHT)
         """
         cost = self.all_to_all(nbytes)
         others = self.size - 1
         waits = math.ceil(others / IN_FLIGHT)
-        return Cost(cost.compute, cost.transfer, waits * self.latency, cost.bytes_sent, others)
+        return Cost(cost.compute, cost.transfer, waits * cost.latency, cost.bytes_sent, others)
 
     def numbers(self, words: int) -> Cost:
         """A few 64-bit numbers for each rank, in one all-to-all: `Transport.trade_numbers`."""
@@ -109,7 +115,7 @@ class Ranks:
             transfer=transfer, latency=steps * self.latency, bytes_sent=math.ceil(sent), messages=1
         )
 
-    def levels(self) -> list[tuple[Link, float]]:
+    def levels(self) -> list[tuple[Link, int]]:
         """Of a binary tree from its leaves: the link of each level, and the pairs that use it."""
         found = []
         for level in range(math.ceil(math.log2(self.size))):
