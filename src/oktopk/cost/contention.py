@@ -112,7 +112,9 @@ class _Run:
 
     def __init__(self, schedule: Schedule, network: Network) -> None:
         if schedule.size != network.size:
-            raise ValueError(f"{schedule.size} ranks in the schedule, {network.size} in the network")
+            raise ValueError(
+                f"{schedule.size} ranks in the schedule, {network.size} in the network"
+            )
         ends = schedule.sources, schedule.targets
         self._links, self._latencies = network.path(*ends), network.latencies(*ends).tolist()
         self._network, self._rates = network, network.rates()

@@ -69,7 +69,6 @@ class InProcess(Transport):
 
         self._world.meet(self.rank, ("an all-to-all", nbytes, send.dtype), (send, received), act)
 
-
     def _transfer(
         self, outgoing: Tensor, target: int, incoming: Tensor, source: int
     ) -> Sequence[Work]:
