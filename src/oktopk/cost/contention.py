@@ -167,7 +167,7 @@ class _Run:
         numbers = np.empty(0, np.int64)
         left = np.empty(0)
         while waiting or numbers.size:
-            new = []
+            new: list[int] = []
             while waiting and (waiting[0][0] <= now * (1 + _SAME) or not (numbers.size or new)):
                 start, number = heapq.heappop(waiting)
                 now = max(now, start)

@@ -28,7 +28,7 @@ _DEFAULTS = ("dense", "topka", "gtopk", "oktopk")
 _NUMEL = 100_000
 _RECORDED = 2
 """Steps of which links are computed: the last ones."""
-_DESCRIPTION = """Run the real code of all ranks in one process, and predict what their messages cost.
+_DESCRIPTION = """Run the real code of all ranks in one process, and predict how long messages take.
 
 Every rank has its own gradients and residual, and each message is the one that real ranks would
 send through Gloo. From the messages comes the time that they take on links of a given rate, where
@@ -208,7 +208,8 @@ def _enough_threads(size: int) -> Iterator[None]:
         if "start new thread" not in str(error):
             raise
         raise UserError(
-            f"this system does not allow {size} threads: raise `ulimit -u`, or take fewer --nworkers"
+            f"this system does not allow {size} threads: raise `ulimit -u`, or take fewer "
+            "--nworkers"
         ) from None
 
 

@@ -43,7 +43,10 @@ class Cell:
     def of(name: str, size: int, steps: Sequence[Sequence[StepStats]], seconds: float) -> Cell:
         """From what each rank reports of each step."""
         first = steps[0][0]
-        sent = [sum(rank.bytes_sent for rank in ranks) / len(steps) for ranks in zip(*steps)]
+        sent = [
+            sum(rank.bytes_sent for rank in ranks) / len(steps)
+            for ranks in zip(*steps, strict=True)
+        ]
         applied = sum(ranks[0].selected_global for ranks in steps)
         return Cell(
             algorithm=name,
@@ -76,18 +79,8 @@ class Cell:
 def report(cells: Sequence[Cell]) -> str:
     """A table, by algorithm and P."""
     names = list(dict.fromkeys(cell.algorithm for cell in cells))
-    heads = (
-        "algorithm",
-        "P",
-        "kB a rank",
-        "largest",
-        "words",
-        "balance",
-        "messages",
-        "applied",
-        "ms",
-    )
-    rows = [list(heads)]
+    heads = "algorithm P kB-a-rank largest words balance messages applied ms".split()
+    rows = [[head.replace("-", " ") for head in heads]]
     rows += [
         [
             cell.algorithm,
