@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import oktopk
 from gradients import PATTERNS
+from oktopk.cli import main
 from oktopk.core.reduction import Reduction
 from oktopk.cost import Link, Nodes
 from oktopk.cost.contention import Network, fair, finish
 from oktopk.cost.schedule import Schedule
 from oktopk.lab.simulate import gloo
-from oktopk.lab.simulate.gradients import SHAPES, Noise, Source
+from oktopk.lab.simulate.gradients import SHAPES, Noise, Recorded, Source
 from oktopk.lab.simulate.recorder import Recorder
 from oktopk.lab.simulate.simulation import simulate
 from oktopk.lab.simulate.transport import InProcess
@@ -374,4 +378,157 @@ def test_a_schedule_that_never_ends_is_an_error() -> None:
         finish(recorder.schedule(), Network(2, Link(1.0, 0.0)))
 
 
-__all__ = ["Path"]
+# The command
+
+
+def simulated(*flags: str) -> int:
+    return main(["plan", "--simulate", "--nworkers", "2", "5", *flags])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
+    flags = ["--numel", "20,000", "--json", str(results), "--plot", str(picture)]
+    assert simulated("--algorithms", "dense", "topka:wire=plain", "oktopk", *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("20,000 elements, density 0.02, gradients noise, 1gbit")
+    assert [line.split()[:2] for line in lines[-6:]] == [
+        [name, size] for name in ("dense", "topka:wire=plain", "oktopk") for size in ("2", "5")
+    ]
+    kept = json.loads(results.read_text())
+    assert [cell["size"] for cell in kept["cells"]] == [2, 2, 2, 5, 5, 5]
+    by_name = {(cell["algorithm"], cell["size"]): cell for cell in kept["cells"]}
+    topka, dense = by_name["topka:wire=plain", 5], by_name["dense", 5]
+    # 4-byte indexes and values, of k entries, to each other rank; and a head for each message.
+    assert 0 <= topka["bytes_mean"] - 8 * 400 * 4 < 200
+    assert topka["words"] == pytest.approx(topka["bytes_mean"] / 4 / (400 * 4 / 5))
+    assert dense["bytes_mean"] == 2 * 80_000 * 4 / 5
+    assert dense["seconds"] > topka["seconds"] > 2 * 50e-6
+    assert "<svg" in picture.read_text()
+
+
+def test_nodes_and_calls_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+    def milliseconds(*flags: str) -> float:
+        few = ("--algorithms", "topka", "--numel", "30000", "--steps", "2", *flags)
+        assert simulated(*few) == 0
+        return float(capsys.readouterr().out.split()[-1])
+
+    alone = milliseconds("--call", "0")
+    assert milliseconds("--call", "1ms") > alone + 4
+    assert milliseconds("--call", "0", "--ranks-per-node", "4") > alone
+    assert milliseconds("--call", "0", "--bandwidth", "10gbit") < alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--nworkers", "1"], "--nworkers: 1 is not a whole number of at least 2"),
+        (["--algorithms", "oktop"], "did you mean oktopk?"),
+        (["--algorithms", "fp16"], "only algorithms of this library can be simulated"),
+        (["--algorithms", "topka:wire=int5"], "wire is 'int5'"),
+        (["--gradients", "nose"], "must be noise, skewed, apart or a file *.pt"),
+        (["--gradients", "missing.pt"], "--gradients missing.pt: No such file"),
+        (["--gradients", "missing.pt", "--numel", "3"], "--numel is of synthetic gradients"),
+        (["--bandwidth", "fast"], "'fast' is no rate"),
+        (["--latency", "-1s"], "expected one argument"),
+        (["--call", "soon"], "'soon' is no delay"),
+        (["--plot", "picture.gif"], "must end in .svg or .png"),
+        (["--json", "."], "is a folder"),
+        (["--numel", "1_000_000_000_000"], "take a smaller --numel"),
+        (["--steps", "1"], "--steps: 1 is not a whole number of at least 2"),
+        (["--density", "0"], "--density: 0 is not above 0 and at most 1"),
+    ],
+)
+def test_mistakes_of_the_command(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated(*flags) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def save(path: Path, content: object) -> str:
+    torch.save(content, path)
+    return str(path)
+
+
+def test_recorded_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks take them in turn, whatever their shapes are."""
+    rows = torch.randn(6, 5000)
+    of_rows = save(tmp_path / "rows.pt", rows)
+    listed = save(tmp_path / "list.pt", [row.view(50, 100) for row in rows])
+    source, out = Recorded(Path(of_rows)), torch.empty(5000)
+    source.write(1, 4, 1, out)
+    assert torch.equal(out, rows[5])
+    source.write(2, 4, 1, out)
+    assert torch.equal(out, rows[0])
+    tables = []
+    for path in (of_rows, listed):
+        assert simulated("--gradients", path) == 0
+        tables.append(capsys.readouterr().out.split("\n\n")[1])
+    assert tables[0] == tables[1]
+    assert simulated("--gradients", of_rows, "--nworkers", "7", "--algorithms", "oktopk") == 0
+    assert "the file has 6 gradients, so some of 7 ranks have the same" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([torch.ones(3), torch.ones(4)], "these have 3 to 4"),
+        ([], "must hold a list of tensors"),
+        ({"a": torch.ones(3)}, "must hold a list of tensors"),
+        ([torch.ones(3), "text"], "must hold a list of tensors"),
+        ([torch.ones(0)], "at least one"),
+        ([torch.tensor([1.0, math.nan])], "without NaN"),
+        ([torch.ones(3, dtype=torch.int64)], "must be real numbers"),
+        ([print], "is not a file that torch.save wrote, or holds more than tensors"),
+    ],
+)
+def test_a_wrong_file(
+    content: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated("--gradients", save(tmp_path / "wrong.pt", content)) == 2
+    assert said in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+
+
+def test_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(save(tmp_path / "damaged.pt", torch.randn(4, 1000)))
+    path.write_bytes(path.read_bytes()[:2000])
+    assert simulated("--gradients", str(path)) == 2
+    assert "is not a file that torch.save wrote" in (error := capsys.readouterr().err)
+    assert error.count("\n") == 1
+
+
+def record(rank: Rank, hook: str, folder: str) -> None:
+    """The page's way to record gradients, on a real model."""
+    model = DistributedDataParallel(
+        torch.nn.Linear(30, 10), process_group=rank.group, bucket_cap_mb=1000
+    )
+    space: dict[str, Any] = {}
+    exec(hook, space)
+    model.register_comm_hook(rank.group, space["record"])
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + rank.rank)
+        model(torch.randn(4, 30, generator=generator)).square().mean().backward()
+    torch.save(space["gradients"], f"{folder}/gradients-{rank.rank}.pt")
+
+
+def test_the_documented_hook_records(
+    ranks: Ranks,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = Path(__file__).parents[1] / "docs" / "laboratory" / "simulate.md"
+    blocks = page.read_text().split("```python\n")[1:]
+    hook, merge = (block.split("```")[0] for block in blocks[:2])
+    ranks.run(2, record, hook.split("model.register")[0], str(tmp_path))
+    space: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    exec(merge.replace("range(8)", "range(2)"), space)
+    recorded = torch.load(tmp_path / "recorded.pt", weights_only=True)
+    assert len(recorded) == 10
+    assert not torch.equal(recorded[0], recorded[1])
+    assert simulated("--gradients", str(tmp_path / "recorded.pt")) == 0
+    assert "310 elements" in capsys.readouterr().out

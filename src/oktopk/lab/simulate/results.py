@@ -79,23 +79,22 @@ class Cell:
 def report(cells: Sequence[Cell]) -> str:
     """A table, by algorithm and P."""
     names = list(dict.fromkeys(cell.algorithm for cell in cells))
-    heads = "algorithm P kB-a-rank largest words balance messages applied ms".split()
-    rows = [[head.replace("-", " ") for head in heads]]
-    rows += [
-        [
-            cell.algorithm,
-            str(cell.size),
-            digits(cell.bytes_mean / 1e3),
-            digits(cell.bytes_largest / 1e3),
-            digits(cell.words),
-            f"{cell.balance:.2f}",
-            count(cell.messages),
-            digits(cell.applied),
-            digits(1e3 * cell.seconds),
-        ]
-        for cell in sorted(cells, key=lambda cell: (names.index(cell.algorithm), cell.size))
-    ]
-    return "\n".join(table(rows))
+    rows = [_row(cell) for cell in sorted(cells, key=lambda cell: names.index(cell.algorithm))]
+    return "\n".join(table([list(rows[0]), *(list(row.values()) for row in rows)]))
+
+
+def _row(cell: Cell) -> dict[str, str]:
+    return {
+        "algorithm": cell.algorithm,
+        "P": str(cell.size),
+        "kB a rank": digits(cell.bytes_mean / 1e3),
+        "largest": digits(cell.bytes_largest / 1e3),
+        "words": digits(cell.words),
+        "balance": f"{cell.balance:.2f}",
+        "messages": count(cell.messages),
+        "applied": digits(cell.applied),
+        "ms": digits(1e3 * cell.seconds),
+    }
 
 
 def save(path: Path, arguments: Mapping[str, Any], cells: Sequence[Cell]) -> None:
