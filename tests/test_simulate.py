@@ -171,7 +171,8 @@ def keep_promises(size: int, name: str, case: Case) -> None:
     check_agreement(steps)
     check_counts(ROWS[name], steps)
     check_steady(ROWS[name], case, steps)
-    check_bytes(name, case, size, steps)
+    if algorithm.target(numel) >= size:  # below, heads of messages are most of the bytes
+        check_bytes(name, case, size, steps)
 
 
 @pytest.mark.parametrize("name", oktopk.names())

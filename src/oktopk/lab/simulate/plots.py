@@ -23,14 +23,15 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with saved(path) as save:
-        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        figure = Figure(figsize=(12, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         _curves(left, cells, lambda cell: cell.bytes_mean / 1e3)
         _bounds(left, cells)
         left.set(ylabel="kB a rank sends in a step")
         _curves(right, cells, lambda cell: 1e3 * cell.seconds)
         right.set(ylabel="ms that the messages of a step take")
-        left.legend(frameon=False, fontsize=8)
+        handles, names = left.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside right center", frameon=False, fontsize=8)
         figure.suptitle(f"simulated ranks, {cells[0].numel:,} elements", size=11)
         save(figure)
 
