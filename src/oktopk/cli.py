@@ -174,9 +174,19 @@ def _compare(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
+    if "--simulate" in arguments:
+        return _simulate([each for each in arguments if each != "--simulate"])
     from .lab.plan import command
 
     parser = _Parser("plan")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def _simulate(arguments: list[str]) -> int:
+    from .lab.simulate import command
+
+    parser = _Parser("plan --simulate")
     command.add_arguments(parser)
     return command.run(parser.parse_args(arguments))
 

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -147,10 +147,7 @@ class Transport:
             return
         share = math.ceil(2 * tensor.nbytes * (self.size - 1) / self.size)
         self._count("allreduce", share, share)
-        if tensor.nbytes <= _SMALL:
-            _recent.append((tensor,))
-        with self.peers("an allreduce"):
-            dist.all_reduce(tensor, group=self.group)
+        self._sum(tensor)
 
     def _all_reduce_small(self, tensor: Tensor) -> None:
         """Gloo's is a ring of 2(P-1) steps. Where each takes longer than its bytes do, two direct
@@ -178,9 +175,7 @@ class Transport:
         nbytes = tensor.nbytes * (self.size - 1)
         self._count("allgather", nbytes, nbytes)
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        _recent.append((tensor, *gathered))
-        with self.peers("an allgather"):
-            dist.all_gather(gathered, tensor, group=self.group)
+        self._collect(tensor, gathered)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -190,8 +185,7 @@ class Transport:
         # All ranks together send it P-1 times.
         share = math.ceil(tensor.nbytes * (self.size - 1) / self.size)
         self._count("broadcast", share, tensor.nbytes)
-        with self.peers("a broadcast"):
-            dist.broadcast(tensor, self._global(source), group=self.group)
+        self._spread(tensor, source)
 
     def trade_numbers(self, rows: list[list[int]]) -> list[list[int]]:
         """rows[j], a few integers, goes to rank j; returns what each rank had for this one."""
@@ -201,11 +195,10 @@ class Transport:
             rows = [[*row, self.point] for row in rows]
         mine = torch.tensor(rows, dtype=torch.int64, device=self.device)
         theirs = torch.empty_like(mine)
-        _recent.append((mine, theirs))
         share = mine[1:].nbytes
         self._count("alltoall", share, share)
+        self._swap(mine, theirs)
         with self.peers("an all-to-all"):
-            dist.all_to_all_single(theirs, mine, group=self.group)
             traded: list[list[int]] = theirs.tolist()  # where NCCL's errors surface
         if self.point is None:
             return traded
@@ -345,14 +338,6 @@ class Transport:
         if rider is not None:
             rider.leave(gathered)
 
-    def _swap(self, send: Tensor, received: Tensor) -> None:
-        """`dist.all_to_all_single`, which makes two dozen calls around this one."""
-        _recent.append((send, received))
-        try:
-            self._handle.alltoall_base(received, send, [], []).wait()
-        except RuntimeError as error:
-            raise self._lost("an all-to-all", error) from error
-
     def _count_rows(self, collective: str, rows: Tensor) -> None:
         nbytes = rows.nbytes // self.size * (self.size - 1)
         self._count(collective, nbytes, nbytes)
@@ -415,17 +400,55 @@ class Transport:
         return message
 
     def _start(self, outgoing: Tensor, target: int, incoming: Tensor, source: int) -> Pending:
+        if outgoing.numel():
+            self._count("message", outgoing.nbytes, 0)
+        self.bytes_received += incoming.nbytes
+        return Pending(self, self._transfer(outgoing, target, incoming, source))
+
+    # The calls of torch.distributed: all of them, and no more than that. They count nothing, so
+    # that the simulated ranks of lab/simulate count as real ones do.
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place."""
+        if tensor.nbytes <= _SMALL:
+            _recent.append((tensor,))
+        with self.peers("an allreduce"):
+            dist.all_reduce(tensor, group=self.group)
+
+    def _collect(self, tensor: Tensor, gathered: list[Tensor]) -> None:
+        """Every rank's tensor, in rank order."""
+        _recent.append((tensor, *gathered))
+        with self.peers("an allgather"):
+            dist.all_gather(gathered, tensor, group=self.group)
+
+    def _spread(self, tensor: Tensor, source: int) -> None:
+        """Rank `source`'s tensor for all ranks, in place."""
+        with self.peers("a broadcast"):
+            dist.broadcast(tensor, self._global(source), group=self.group)
+
+    def _swap(self, send: Tensor, received: Tensor) -> None:
+        """Row j goes to rank j: `dist.all_to_all_single`, which makes two dozen calls around this
+        one."""
+        _recent.append((send, received))
+        try:
+            self._handle.alltoall_base(received, send, [], []).wait()
+        except RuntimeError as error:
+            raise self._lost("an all-to-all", error) from error
+
+    def _transfer(
+        self, outgoing: Tensor, target: int, incoming: Tensor, source: int
+    ) -> Sequence[Work]:
+        """A message to one rank, and one from another. Empty ones are none."""
         operations = []
         if outgoing.numel():
             operations.append(dist.P2POp(dist.isend, outgoing, self._global(target), self.group))
-            self._count("message", outgoing.nbytes, 0)
         if incoming.numel():
             operations.append(dist.P2POp(dist.irecv, incoming, self._global(source), self.group))
-            self.bytes_received += incoming.nbytes
         if not operations:
-            return Pending(self, [])
+            return []
         with self.peers(f"a message to rank {target} or from rank {source}"):
-            return Pending(self, dist.batch_isend_irecv(operations))
+            works: Sequence[Work] = dist.batch_isend_irecv(operations)
+            return works
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -501,10 +524,16 @@ class Rider:
         return place.view(self._vector.dtype)
 
 
+class Work(Protocol):
+    """An operation that is under way."""
+
+    def wait(self) -> object: ...
+
+
 class Pending:
     """Messages on their way."""
 
-    def __init__(self, transport: Transport, works: list[Any]) -> None:
+    def __init__(self, transport: Transport, works: Sequence[Work]) -> None:
         self._transport = transport
         self._works = works
 

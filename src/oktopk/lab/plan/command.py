@@ -57,6 +57,8 @@ examples:
       --step-seconds 0.4 --samples 8
   oktopk plan --params 27.6M --nworkers 8 --bandwidth 100mbit --algorithms oktopk topka gtopk \\
       --wires int8 int4 --density 0.01 0.02
+  oktopk plan --simulate --nworkers 2 8 64           run the real code of all ranks in one process;
+                                                     see oktopk plan --simulate --help
   oktopk plan --measure --save here.json             measure once ...
   oktopk plan lstman4 --machine here.json --plot plan.svg   ... and use it again
   torchrun --nproc-per-node 2 -m oktopk plan --measure --params 110M   links of a job
