@@ -225,7 +225,7 @@ def _group(slots: list[Slot], limit: float) -> list[list[Slot]]:
     return done + [bucket for bucket in open_buckets.values() if bucket]
 
 
-def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
+def summarize(buckets: Sequence[Bucket], events: Events, choice: str) -> Summary:
     """Totals and means of all steps so far; see `Summary`."""
     groups: dict[str, list[GroupSummary]] = {}
     for bucket in buckets:
@@ -240,7 +240,7 @@ def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
             BucketSummary(
                 tuple(slot.name for slot in bucket.slots),
                 bucket.reduction.numel,
-                type(bucket.reduction.algorithm).__name__,
+                type(bucket.reduction.running).__name__,
                 copy.deepcopy(bucket.totals),
             )
             for bucket in buckets
@@ -256,4 +256,5 @@ def summarize(buckets: Sequence[Bucket], events: Events) -> Summary:
         },
         busy=events.busy,
         waited=events.waited,
+        choice=choice,
     )

@@ -220,6 +220,8 @@ class Summary:
     """Seconds that the communication thread worked."""
     waited: float
     """Seconds that the training thread waited for it. The rest was hidden behind backward."""
+    choice: str = ""
+    """What `Auto` has chosen, and why; empty before that, and with other algorithms."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and tables."""
@@ -240,6 +242,7 @@ class Summary:
             },
             "busy": self.busy,
             "waited": self.waited,
+            "choice": self.choice,
         }
 
     def __str__(self) -> str:
@@ -251,6 +254,7 @@ class Summary:
             f"sparsity {totals.sparsity:.2%}, {totals.compression_ratio:.1f} x fewer entries",
             f"communication thread busy {self.busy:.2f} s, waited for {self.waited:.2f} s: "
             + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in totals.seconds.items()),
+            *([f"auto: {self.choice}"] if self.choice else []),
         ]
         rows = [("bucket", "elements", "algorithm", "sparsity", "MB sent", "seconds")]
         for index, bucket in enumerate(self.buckets):

@@ -100,7 +100,8 @@ class Compression(Section):
     )
     compressor: str = option(
         "oktopk",
-        "oktopk, oktopk-variable, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank or dense.",
+        "oktopk, oktopk-variable, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank, dense, or "
+        "auto: measures, and goes on with dense or oktopk.",
     )
     density: float = option(
         0.02, "Share of the gradient's elements that is applied in a step.", above=0, most=1
