@@ -85,6 +85,11 @@ class SparseAllreduce(Reduction):
         super().change(algorithm)
         self._chooser = chooser_for(algorithm, self.numel)
 
+    def rewind(self) -> None:
+        super().rewind()
+        if self._chooser is not None:
+            self._chooser.rewind()
+
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.
 

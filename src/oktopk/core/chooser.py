@@ -75,6 +75,8 @@ class Chooser:
         seconds = saved.get("seconds", {})
         self._seconds = {name: [*seconds.get(name, ())] for name in ("dense", "sparse", "exchange")}
         """Of the steps that count: dense and sparse ones, and of the latter the exchanges alone."""
+        self._before: tuple[int, dict[str, list[float]]] | None = None
+        """Count and seconds before the last step, if it was noted."""
         self.running = self._made()
         """What the next step runs."""
 
@@ -92,6 +94,7 @@ class Chooser:
         """A step was committed. It took so long from its first gradient to its last average."""
         if self.reason or stats is None:
             return
+        self._before = self._count, {name: [*times] for name, times in self._seconds.items()}
         self._count += 1
         if self._count <= _LEAD:
             return
@@ -103,6 +106,12 @@ class Chooser:
             dense, most = self._seconds["dense"], DENSE_STEPS - _LEAD
             dense.append(seconds)
             del dense[self._round * most : -most]  # of a long warm-up only the last steps count
+
+    def rewind(self) -> None:
+        """Exchange the present with that before the last step. Twice changes nothing."""
+        if self._before is not None:
+            now = self._count, self._seconds
+            (self._count, self._seconds), self._before = self._before, now
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -133,7 +142,7 @@ class Chooser:
 
     def _turn(self, sparse: bool) -> None:
         """Begin a block."""
-        self._sparse, self._count = sparse, 0
+        self._sparse, self._count, self._before = sparse, 0, None
         self.running = self._made()
 
     def _made(self) -> Algorithm:

@@ -113,6 +113,8 @@ class Transaction:
             bucket.reduction.rewind()
         if self.moments is not None:
             self.moments.rewind(self.sparse)
+        if self.chooser is not None:
+            self.chooser.rewind()
 
     @property
     def step(self) -> int:
