@@ -1,4 +1,4 @@
-"""The command line: `oktopk train`, `recipes`, `data`, `lab` and `bench`.
+"""The command line: `oktopk train`, `recipes`, `data`, `lab`, `bench` and `plan`.
 
 A mistake of the user is one line and exit code 2; an interruption is exit code 130. A command
 imports its modules when it runs: then a missing extra stops only the commands that need it, and
@@ -157,12 +157,21 @@ def _bench(arguments: list[str]) -> int:
     return command.run(parser.parse_args(arguments))
 
 
+def _plan(arguments: list[str]) -> int:
+    from .lab.plan import command
+
+    parser = _Parser("plan")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a model"),
     "recipes": (_recipes, "list the recipes of `oktopk train`"),
     "data": (_data, "get corpora ready"),
     "lab": (_lab, "run a command on hosts of an emulated network"),
     "bench": (_bench, "compare ways to average gradients"),
+    "plan": (_plan, "predict a step on other hardware"),
 }
 
 

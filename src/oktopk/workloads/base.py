@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from ..common.errors import UserError
 from ..common.format import number
 from ..common.sections import Section
 
@@ -148,6 +149,10 @@ class WorkloadConfig(Section, ABC):
         Args:
             progress: whether to show it.
         """
+
+    def elements(self) -> int:
+        """Elements of the model's gradient, found without data and without memory for the model."""
+        raise UserError(f"the model of {self.name} does not say how large it is: give --params")
 
     @classmethod
     def default_recipe(cls, given: Mapping[str, Any]) -> str:

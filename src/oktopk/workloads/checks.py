@@ -51,9 +51,14 @@ def make_model(make: Callable[[], Model], context: Context, sizes: dict[str, int
     return attempt(make)
 
 
+def elements(make: Callable[[], nn.Module]) -> int:
+    """Parameters of a model, which is made without memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in make().parameters())
+
+
 def _check_memory(make: Callable[[], Model], context: Context, sizes: dict[str, int]) -> bool:
-    with torch.device("meta"):  # without memory
-        parameters = sum(parameter.numel() for parameter in make().parameters())
+    parameters = elements(make)
     needed = 4 * parameters * context.copies
     workers, left = _memory(context.device)
     if left is not None and workers * needed > left:

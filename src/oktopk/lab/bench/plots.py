@@ -7,9 +7,10 @@ number of hosts and, in training, for each link.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from .results import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png")
 _BASELINE_COLOUR = "#000000"
@@ -42,40 +44,57 @@ def check(path: Path) -> None:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw all results, of one run or several."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     panels = _panels(results)
-    styles = _styles(results)
+    looks = styles([result.name for result in results])
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    # Text stays text, which keeps the file small; and the same results give the same file.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "oktopk"}):
+    with saved(path) as save:
         figure = Figure(figsize=(_PANEL[0] * across, _PANEL[1] * down), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False)
         for axes in grid.flat[len(panels) :]:
             axes.remove()
         for axes, draw in zip(grid.flat, panels, strict=False):
-            draw(axes, styles)
-            axes.grid(color="0.9")
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
+            draw(axes, looks)
+            tidy(axes)
+        save(figure)
+
+
+@contextlib.contextmanager
+def saved(path: Path) -> Iterator[Callable[[Figure], None]]:
+    """Give a function that saves a figure, which must be made inside the block."""
+    import matplotlib
+
+    def save(figure: Figure) -> None:
         metadata = {"Date": None} if path.suffix == ".svg" else None
         with files.replacing("--plot", path) as part:
             figure.savefig(part, dpi=150, metadata=metadata, format=path.suffix[1:])
+
+    # Text stays text, which keeps the file small; and the same results give the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "oktopk"}):
+        yield save
+
+
+def tidy(axes: Axes) -> None:
+    """A light grid, and no frame above and to the right."""
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 Styles = dict[str, tuple[str, str]]
 """Colour and line of each contender."""
 
 
-def _styles(results: Sequence[Result]) -> Styles:
-    others = dict.fromkeys(result.name for result in results if result.name != BASELINE)
-    styles = {BASELINE: (_BASELINE_COLOUR, "-")}
+def styles(names: Sequence[str]) -> Styles:
+    """A look for each name. Dense is always black."""
+    others = [name for name in dict.fromkeys(names) if name != BASELINE]
+    looks = {BASELINE: (_BASELINE_COLOUR, "-")}
     for index, name in enumerate(others):
         turn, colour = divmod(index, len(_COLOURS))
-        styles[name] = (_COLOURS[colour], _LINES[turn % len(_LINES)])
-    return styles
+        looks[name] = (_COLOURS[colour], _LINES[turn % len(_LINES)])
+    return looks
 
 
 def _panels(results: Sequence[Result]) -> list[Callable[[Axes, Styles], None]]:
@@ -95,7 +114,7 @@ def _panels(results: Sequence[Result]) -> list[Callable[[Axes, Styles], None]]:
     return panels + [partial(_losses, group) for group in training.values()]
 
 
-def _speedups(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
+def _speedups(results: Sequence[Result], axes: Axes, looks: Styles) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     setting = results[0].setting
@@ -105,7 +124,7 @@ def _speedups(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
             by_rate = points.setdefault(result.name, {})
             by_rate.setdefault(result.setting.bits, []).append(result.speedup)
     for name, by_rate in points.items():
-        colour, line = styles[name]
+        colour, line = looks[name]
         rates = sorted(by_rate)
         values = [statistics.median(by_rate[rate]) for rate in rates]
         axes.plot(rates, values, color=colour, linestyle=line, marker="o", markersize=4, label=name)
@@ -114,20 +133,20 @@ def _speedups(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(sorted({rate for by_rate in points.values() for rate in by_rate}))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda bits, _: _rate(bits)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda bits, _: short_rate(bits)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     delay = f", {setting.delay} delay" if setting.delay else ""
     axes.set_title(f"step of {results[0].numel:,} elements, P = {setting.hosts}{delay}", size=10)
     axes.legend(frameon=False, fontsize=8)
 
 
-def _bars(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
+def _bars(results: Sequence[Result], axes: Axes, looks: Styles) -> None:
     speedups: dict[str, list[float]] = {}
     for result in results:
         speedups.setdefault(result.name, []).append(result.speedup or 0.0)
     names = list(speedups)[::-1]
     values = [statistics.median(speedups[name]) for name in names]
-    bars = axes.barh(names, values, color=[styles[name][0] for name in names])
+    bars = axes.barh(names, values, color=[looks[name][0] for name in names])
     axes.bar_label(bars, fmt="%.3g", padding=3)
     setting = results[0].setting
     title = f"step of {results[0].numel:,} elements, P = {setting.hosts}, {setting.link}"
@@ -136,12 +155,12 @@ def _bars(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
     axes.margins(x=0.12)
 
 
-def _losses(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
+def _losses(results: Sequence[Result], axes: Axes, looks: Styles) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     drawn = set()
     for result in results:
-        colour, line = styles[result.name]
+        colour, line = looks[result.name]
         label = None if result.name in drawn else result.name
         drawn.add(result.name)
         # The first means are of a few batches only.
@@ -165,7 +184,7 @@ def _losses(results: Sequence[Result], axes: Axes, styles: Styles) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _rate(bits: float) -> str:
+def short_rate(bits: float) -> str:
     """A rate such as 100M or 1G."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if bits >= size:

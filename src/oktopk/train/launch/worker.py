@@ -40,7 +40,7 @@ def worker(config: Config, place: Place, explicit: Collection[str] = ()) -> int:
         _check(config, place, explicit)
         device = choose_device(config.launch.device, place)
         torch.set_num_threads(config.launch.threads or _share_of_cores(place, store))
-        _join(place, store, device)
+        join(place, store, device)
         from ..trainer import Trainer
 
         Trainer(config, device, place.local_rank).run()
@@ -130,7 +130,8 @@ def _share_of_cores(place: Place, store: Store) -> int:
     return max(1, int(sum(1 / users[core] for core in cores) + 1e-6))
 
 
-def _join(place: Place, store: Store, device: torch.device) -> None:
+def join(place: Place, store: Store, device: torch.device) -> None:
+    """Join the process group of all workers."""
     interfaces = {name for _, name in socket.if_nameindex()}
     if place.local_size == place.size:
         # By default Gloo looks up the machine's name, which not every network knows.

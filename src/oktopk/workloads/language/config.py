@@ -73,6 +73,13 @@ class LanguageConfig(WorkloadConfig):
 
         return Language(self, context)
 
+    def elements(self) -> int:
+        from ..checks import elements
+        from .transformer import Shape, Transformer
+
+        shape = Shape(self.width, self.depth, self.heads, self.window)
+        return elements(lambda: Transformer(shape))
+
     def prepare(self, progress: bool) -> None:
         from .workload import train_and_held_out
 

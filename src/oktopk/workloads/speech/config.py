@@ -111,6 +111,15 @@ class SpeechConfig(WorkloadConfig):
 
         return Speech(self, context)
 
+    def elements(self) -> int:
+        from ..checks import elements
+        from .deepspeech import DeepSpeech, shape
+        from .features import BINS
+        from .transcripts import LABELS
+
+        sizes = shape(self.dnn, self.width, self.depth, self.bidirectional)
+        return elements(lambda: DeepSpeech(sizes, BINS[self.features], len(LABELS)))
+
     def prepare(self, progress: bool) -> None:
         from .workload import corpora
 
