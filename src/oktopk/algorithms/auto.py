@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-
 from ..core.accumulator import Accumulator
 from ..core.comm import Comm
-from ..kernels import plan
-from ..wire.message import Wire
 from .base import Algorithm, Reduced, State
 from .dense import Dense
 from .oktopk import OkTopk
@@ -59,12 +54,6 @@ class Auto(Algorithm[State]):
         if not self.ramp:
             return self.sparse(wire)
         return OkTopk(self.density, start, ramp=self.ramp, ramp_steps=self.ramp_steps, wire=wire)
-
-    def nbytes(self, wire: str, numel: int, size: int) -> int:
-        """Bytes of a message of Ok-Topk in a wire format, for a gradient on so many ranks."""
-        codec = Wire(wire, torch.int32, torch.float32).codec
-        share, span = math.ceil(self.target(numel) / size), math.ceil(numel / size)
-        return plan.rooms(codec, share, span, torch.int32.itemsize)[-1]
 
     def init(self) -> State:
         return State()

@@ -19,6 +19,7 @@ import torch
 
 from ..algorithms import Algorithm, Auto, Dense
 from ..algorithms.auto import ANY, DENSE_STEPS, SPARSE_STEPS
+from ..cost import Link, Machine, predict
 from . import schema
 from .stats import StepStats
 from .transport import Transport
@@ -184,14 +185,21 @@ class Chooser:
         return {name: [next(least) for _ in times] for name, times in self._seconds.items()}
 
     def _wire_for(self, sparse: float, exchange: float, size: int) -> str:
-        """The more exact format, if it costs next to nothing.
+        """The more exact format, if it costs next to nothing, by the cost model.
 
-        Exchanges then take at most exchange * (bytes of bfloat16 / bytes of int8 - 1) longer.
+        Exchanges of int8 have shown the rate of the link. bfloat16 has more bytes.
         """
         if self._auto.wire != ANY:
             return self._auto.wire
-        exact, short = (self._auto.nbytes(wire, self.numel, size) for wire in ("bfloat16", "int8"))
-        return "bfloat16" if exchange * (exact / short - 1) <= sparse * _EXACT else "int8"
+        exact, short = (self._nbytes(wire, size) for wire in ("bfloat16", "int8"))
+        link = Link(rate=short / exchange, latency=0)
+        return "bfloat16" if link.seconds(exact - short) <= sparse * _EXACT else "int8"
+
+    def _nbytes(self, wire: str, size: int) -> float:
+        """Bytes that a rank sends in a step of Ok-Topk."""
+        k = self._auto.target(self.numel)
+        any_link, any_machine = Link(rate=1, latency=0), Machine()
+        return predict("oktopk", self.numel, k, size, wire, any_link, any_machine).bytes_sent
 
 
 def chooser_for(
