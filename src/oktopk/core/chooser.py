@@ -192,7 +192,7 @@ class Chooser:
         if self._auto.wire != ANY:
             return self._auto.wire
         exact, short = (self._nbytes(wire, size) for wire in ("bfloat16", "int8"))
-        link = Link(rate=short / exchange, latency=0)
+        link = Link(rate=short / max(exchange, 1e-9), latency=0)
         return "bfloat16" if link.seconds(exact - short) <= sparse * _EXACT else "int8"
 
     def _nbytes(self, wire: str, size: int) -> float:

@@ -126,6 +126,7 @@ class Meters:
             step_seconds={part: seconds / here for part, seconds in self._seconds.items()},
             buckets=self._buckets(summary, here),
             memory={name: max(part[name] for part in memory) for name in memory[0]},
+            choice=summary.choice,
         )
 
     def _buckets(self, summary: Summary, steps: int) -> tuple[BucketTiming, ...]:

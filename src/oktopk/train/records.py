@@ -141,6 +141,8 @@ class Outcome:
     buckets: tuple[BucketTiming, ...]
     memory: dict[str, float]
     """Megabytes: peak_rss (of all workers, the largest), on GPUs allocated, max, cached too."""
+    choice: str = ""
+    """What `--compressor auto` has chosen, and why."""
 
 
 class Observer(Protocol):
