@@ -24,6 +24,7 @@ QUICK = {
     "test_allreduce": "test_works_alone* test_algorithms_by_name test_every_byte_is_counted* "
     "test_who_asks_for_everything_gets_it* test_exchange_rotates_and_starts_at_once "
     "test_balance_moves_as_little_as_needed",
+    "test_auto": "test_times_decide* test_a_step* test_a_decision* test_mistakes*",
     "test_bad_input": "test_bad_* test_ranks_that_disagree_all_say_so* test_nan_and_inf*",
     # reducer
     "test_engine": "test_parts_are_one_vector* test_a_step_that_is_not_committed_leaves_no_trace* "

@@ -211,7 +211,7 @@ def test_of_a_reduction() -> None:
         target.state_dict,
         target.load_state_dict,
         200,
-        seen=lambda state: {"skipped": 0, **state},  # a state of an older version lacks it
+        seen=lambda state: {"skipped": 0, "chooser": {}, **state},  # older states lack them
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .adam import Adam, AdamW
     from .algorithms import (
         Algorithm,
+        Auto,
         Dense,
         Gaussiank,
         GTopk,
@@ -41,6 +42,7 @@ __all__ = [
     "AdamW",
     "Algorithm",
     "AllReducer",
+    "Auto",
     "Compression",
     "Dense",
     "DistributedOptimizer",
@@ -67,8 +69,8 @@ __all__ = [
 
 _HOMES = {
     "adam": "Adam AdamW",
-    "algorithms": "Algorithm Dense GTopk Gaussiank OkTopk OkTopkVariable TopkA TopkDSA algorithm "
-    "names",
+    "algorithms": "Algorithm Auto Dense GTopk Gaussiank OkTopk OkTopkVariable TopkA TopkDSA "
+    "algorithm names",
     "core.allreduce": "SparseAllreduce",
     "core.buckets": "Options",
     "ddp": "Compression attach comm_hook",

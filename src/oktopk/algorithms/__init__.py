@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
+from .auto import Auto
 from .base import Algorithm, Reduced, State, Written
 from .dense import Dense
 from .gaussiank import Gaussiank
@@ -18,6 +19,7 @@ from .topkdsa import TopkDSA
 
 __all__ = [
     "Algorithm",
+    "Auto",
     "Dense",
     "GTopk",
     "Gaussiank",
@@ -43,6 +45,7 @@ _BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "gaussiank": Gaussiank,
     "oktopk": OkTopk,
     "oktopk-variable": OkTopkVariable,
+    "auto": Auto,
 }
 _ALIASES = {"none": "dense", "topksa": "topkdsa"}
 

@@ -133,6 +133,8 @@ class Algorithm(ABC, Generic[S]):
 
     fixed_size: ClassVar[bool] = False
     """Whether its steps are those of `kernels.Step`."""
+    other_wires: ClassVar[tuple[str, ...]] = ()
+    """Values that `wire` may have besides wire formats."""
     density: float = 0.02
     """Share of the elements that is applied in a step, above 0 and at most 1."""
     warmup_steps: int = 0
@@ -153,8 +155,9 @@ class Algorithm(ABC, Generic[S]):
                     f"density is {density!r}, but must be above 0 and at most 1: "
                     "0.02 applies 2 % of the elements in each step"
                 )
-        if self.wire not in FORMATS:
-            raise ValueError(f"wire is {self.wire!r}, but must be one of {', '.join(FORMATS)}")
+        wires = (*FORMATS, *self.other_wires)
+        if self.wire not in wires:
+            raise ValueError(f"wire is {self.wire!r}, but must be one of {', '.join(wires)}")
         for knob in fields(self):
             value = getattr(self, knob.name)
             least = 0 if knob.name == "warmup_steps" else 1
@@ -172,6 +175,10 @@ class Algorithm(ABC, Generic[S]):
         """k, the number of entries to apply: in one step or, without a step, after any ramp."""
         density = self.density if step is None else self.density_at(step)
         return max(1, round(density * numel))
+
+    def first(self) -> Algorithm:
+        """What to run in the first step: this, unless it is to be chosen from what is measured."""
+        return self
 
     @abstractmethod
     def init(self) -> S:

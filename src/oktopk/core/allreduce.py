@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..algorithms import Algorithm
-from .reduction import RESIDUAL_DTYPE, Reduction
+from . import schema
+from .chooser import SAVED as CHOOSER
+from .chooser import chooser_for
+from .reduction import FLOATS, RESIDUAL_DTYPE, Reduction
 from .transport import Operation, Transport
 from .upgrade import upgraded_progress
+
+_STATE = schema.record(
+    {
+        "residual": FLOATS,
+        "velocity": FLOATS,
+        "step": schema.whole(),
+        "skipped": schema.whole(),
+        "state": schema.entries(schema.plain),
+        "chooser": CHOOSER,
+    }
+)
 
 
 class SparseAllreduce(Reduction):
@@ -64,6 +79,16 @@ class SparseAllreduce(Reduction):
             )
         super().__init__(algorithm, numel, transport, dtype, momentum)
         self.nonfinite = nonfinite
+        self._chooser = chooser_for(algorithm, numel)
+
+    def change(self, algorithm: Algorithm) -> None:
+        super().change(algorithm)
+        self._chooser = chooser_for(algorithm, self.numel)
+
+    def rewind(self) -> None:
+        super().rewind()
+        if self._chooser is not None:
+            self._chooser.rewind()
 
     def __call__(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
         """Average over ranks; the result is bitwise the same on every rank.
@@ -78,9 +103,15 @@ class SparseAllreduce(Reduction):
             self._check_tensor("out", out)
         else:
             out = torch.empty_like(gradient, requires_grad=False)
+        chooser, since = self._chooser, 0.0
+        if chooser is not None:
+            since = time.perf_counter()
+            self.run(chooser.begin(self.taken, self._transport))
         attempt = self.attempt([gradient.detach()], [out.detach()])
         if attempt.finite:
             self.commit(attempt)
+            if chooser is not None:
+                chooser.note(time.perf_counter() - since, self.last)
         elif self.nonfinite == "skip":
             self.skip(attempt, fill=0.0)
         else:
@@ -91,7 +122,8 @@ class SparseAllreduce(Reduction):
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on: tensors and plain values. Differs on every rank."""
         tensors = {"residual": self.residual.clone(), "velocity": self.velocity.clone()}
-        return tensors | self.progress()
+        chooser = {} if self._chooser is None else self._chooser.state_dict()
+        return tensors | self.progress() | {"chooser": chooser}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken.
@@ -102,11 +134,18 @@ class SparseAllreduce(Reduction):
         """
         if isinstance(state, Mapping):
             state = upgraded_progress(state)
-        problem = self.problem(state)
-        common = "" if problem else self.agreed(state)
+        wrong, chooser, running, common = _STATE(state), self._chooser, self.running, ""
+        problem = wrong and f"this is not the state of a SparseAllreduce: state{wrong}"
+        if not problem:
+            chooser = chooser_for(self.algorithm, self.numel, state["chooser"])
+            running = self.algorithm if chooser is None else chooser.running
+            problem = self.problem(state, running)
+        if not problem:
+            common = self.agreed(state, running) + ("" if chooser is None else chooser.agreed())
         with self._transport.together(Operation.LOAD):
             self._transport.agree(problem, common, "load the state of the same step")
-        self.restore(state)
+        self.restore(state, running)
+        self._chooser = chooser
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         if tensor.shape != (self.numel,):

@@ -229,7 +229,10 @@ def _group(slots: list[Slot], limit: float) -> list[list[Slot]]:
 
 
 def summarize(
-    buckets: Sequence[Bucket], events: Events, staleness: Staleness | None = None
+    buckets: Sequence[Bucket],
+    events: Events,
+    staleness: Staleness | None = None,
+    choice: str = "",
 ) -> Summary:
     """Totals and means of all steps so far; see `Summary`."""
     groups: dict[str, list[GroupSummary]] = {}
@@ -245,7 +248,7 @@ def summarize(
             BucketSummary(
                 tuple(slot.name for slot in bucket.slots),
                 bucket.reduction.numel,
-                type(bucket.reduction.algorithm).__name__,
+                type(bucket.reduction.running).__name__,
                 copy.deepcopy(bucket.totals),
             )
             for bucket in buckets
@@ -267,6 +270,7 @@ def summarize(
             for slot, applied in zip(bucket.slots, bucket.applied, strict=True)
         },
         staleness=staleness,
+        choice=choice,
     )
 
 

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from ..algorithms import Algorithm, Dense
 from . import state
 from .buckets import Bucket, Options, Slot, cut, problem_of, slots_of, summarize
+from .chooser import Chooser, chooser_for
 from .detail import Detail
 from .events import Events
 from .inbox import Inbox
@@ -153,6 +154,12 @@ class AllReducer:
             self.usage,
             **self._unused,
         )
+        self._transaction.chooser = self._chooser()
+
+    def _chooser(self) -> Chooser | None:
+        """A new one, which measures; None if the algorithm leaves nothing to choose."""
+        large = [bucket.reduction.numel for bucket in self._buckets if not bucket.small]
+        return chooser_for(self._algorithm, sum(large)) if large else None
 
     def _agree_to_begin(self, problem: str | None) -> None:
         summary = [(s.name, tuple(s.size), s.stride, str(s.dtype)) for s in self._slots]
@@ -380,6 +387,7 @@ class AllReducer:
             for bucket in self._buckets:
                 if not bucket.small:
                     bucket.reduction.change(algorithm)
+            self._transaction.chooser = self._chooser()
             self.usage.stepped = True  # the last step can no longer be taken back
 
         self.peers.together(Operation.ALGORITHM, change)
@@ -390,7 +398,9 @@ class AllReducer:
         def take() -> Summary:
             inspector = self._transaction.inspector
             waits = None if inspector is None else inspector.staleness()
-            return summarize(self._buckets, self.events, waits)
+            chooser = self._transaction.chooser
+            choice = "" if chooser is None else chooser.reason
+            return summarize(self._buckets, self.events, waits, choice)
 
         return self._run(take)
 
@@ -430,7 +440,13 @@ class AllReducer:
         """
 
         def take() -> dict[str, Any]:
-            packed = state.pack(self._buckets, self._algorithm, self._transport, self.moments)
+            packed = state.pack(
+                self._buckets,
+                self._algorithm,
+                self._transaction.chooser,
+                self._transport,
+                self.moments,
+            )
             return packed | {"optimized": self.usage.optimized}
 
         def rewound() -> dict[str, Any]:
@@ -459,7 +475,15 @@ class AllReducer:
         """
 
         def put() -> None:
-            now = state.unpack(saved, self._buckets, self._algorithm, self._transport, strict)
+            now, chooser = state.unpack(
+                saved,
+                self._buckets,
+                self._algorithm,
+                self._transaction.chooser,
+                self._transport,
+                strict,
+            )
+            self._transaction.chooser = chooser
             self.resumed, self.usage.optimized = True, now["optimized"]
             self.usage.stepped = True  # the last step can no longer be taken back
             if self.moments is not None:

@@ -38,15 +38,6 @@ RESIDUAL_DTYPE = {
 }
 FLOATS = schema.tensor(torch.float32, torch.float64)
 """A residual or a velocity."""
-_STATE = schema.record(
-    {
-        "residual": FLOATS,
-        "velocity": FLOATS,
-        "step": schema.whole(),
-        "skipped": schema.whole(),
-        "state": schema.entries(schema.plain),
-    }
-)
 _DENSE = Dense()
 _wire_of = functools.cache(Wire)
 """One wire for each format, as it remembers its codec."""
@@ -121,6 +112,8 @@ class Reduction:
         momentum: float = 0.0,
     ) -> None:
         self.algorithm = algorithm
+        self.running = algorithm.first()
+        """What the next step runs: `algorithm`, or what a chooser has chosen; see `run`."""
         self.numel = numel
         self.dtype = dtype
         self.device = transport.device
@@ -135,7 +128,7 @@ class Reduction:
         self._spare_residual = torch.empty_like(self.residual)
         self._spare_velocity = torch.empty_like(self.velocity)
         self._steps = Steps()
-        self._now = Progress(state=algorithm.init())
+        self._now = Progress(state=self.running.init())
         self._before: _Before | None = None
         prepare(algorithm, numel, dtype, self.device)
 
@@ -145,10 +138,15 @@ class Reduction:
         return self._now.step
 
     @property
+    def taken(self) -> int:
+        """Steps that were not skipped."""
+        return self._now.taken
+
+    @property
     def dense(self) -> bool:
         """Whether the next step is a dense one."""
-        warm_up = self._now.taken < self.algorithm.warmup_steps
-        return warm_up or isinstance(self.algorithm, Dense)
+        warm_up = self._now.taken < self.running.warmup_steps
+        return warm_up or isinstance(self.running, Dense)
 
     @property
     def transport(self) -> Transport:
@@ -174,10 +172,19 @@ class Reduction:
 
         Steps are counted on, so a new algorithm's warm-up counts from the very first step.
         """
-        if algorithm != self.algorithm:
-            self._now = dataclasses.replace(self._now, state=algorithm.init())
-            self.algorithm, self._before = algorithm, None
-            prepare(algorithm, self.numel, self.dtype, self.device)
+        self.algorithm = algorithm
+        self.run(algorithm.first())
+
+    def run(self, running: Algorithm) -> None:
+        """Run this from the next step on, on all ranks at once; the residual stays."""
+        if running == self.running:
+            return
+        # A wire format changes how entries travel, but not what thresholds mean.
+        if dataclasses.replace(running, wire=self.running.wire) != self.running:
+            self._now = dataclasses.replace(self._now, state=running.init())
+            self._steps = Steps()
+        self.running, self._before = running, None
+        prepare(running, self.numel, self.dtype, self.device)
 
     def attempt(
         self,
@@ -199,7 +206,7 @@ class Reduction:
             rider: a vector of other elements, to be summed on the way if that is possible.
         """
         dense = self.dense
-        algorithm, state = (_DENSE, State()) if dense else (self.algorithm, self._now.state)
+        algorithm, state = (_DENSE, State()) if dense else (self.running, self._now.state)
         acc, comm = self._begin(algorithm, gradient, out, factor, scale, point, rider)
         reduced, after = algorithm.reduce(state, acc, comm)
         self._check(algorithm, reduced, state, after)
@@ -455,20 +462,17 @@ class Reduction:
         return {"step": now.step, "skipped": now.skipped, "state": now.state.as_dict()}
 
     @torch.no_grad()
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state in which `problem` finds nothing wrong."""
-        self._before = None
+    def restore(self, saved: Mapping[str, Any], running: Algorithm) -> None:
+        """Take over a saved state of what runs then, in which `problem` finds nothing wrong."""
+        self.running, self._before = running, None
         self.residual.copy_(saved["residual"])
         self.velocity.copy_(saved["velocity"])
-        state = self.algorithm.init().loaded(saved["state"], self._transport.size)
+        state = running.init().loaded(saved["state"], self._transport.size)
         clean = not bool(self.residual.any())
         self._now = Progress(saved["step"], saved["skipped"], state, clean)
 
-    def problem(self, saved: Any) -> str | None:
+    def problem(self, saved: Mapping[str, Any], running: Algorithm) -> str | None:
         """Why a saved state does not fit, and what to do."""
-        wrong = _STATE(saved)
-        if wrong:
-            return f"this is not the state of a SparseAllreduce: state{wrong}"
         residual, velocity = saved["residual"], saved["velocity"]
         if residual.shape != self.residual.shape or residual.dtype != self.residual.dtype:
             return (
@@ -482,19 +486,19 @@ class Reduction:
                 f"reduction's {self.velocity.numel()} of {self.velocity.dtype}: load it into one "
                 "constructed with momentum if it was saved with it, and without if not"
             )
-        wrong = self.contradiction(saved)
+        wrong = self.contradiction(saved, running)
         return wrong and f"the state is damaged: state{wrong}"
 
-    def contradiction(self, saved: Mapping[str, Any]) -> str | None:
+    def contradiction(self, saved: Mapping[str, Any], running: Algorithm) -> str | None:
         """Why the parts of saved progress do not fit together, if they do not."""
         if saved["skipped"] > saved["step"]:
             return f'["skipped"] is {saved["skipped"]}, but of {saved["step"]} steps in all'
-        wrong = self.algorithm.init().problem(saved["state"], self.numel)
+        wrong = running.init().problem(saved["state"], self.numel)
         return wrong and f'["state"]{wrong}'
 
-    def agreed(self, saved: Mapping[str, Any]) -> str:
+    def agreed(self, saved: Mapping[str, Any], running: Algorithm) -> str:
         """A summary that must be the same for the saved states of all ranks."""
-        state = self.algorithm.init().loaded(saved["state"], self._transport.size)
+        state = running.init().loaded(saved["state"], self._transport.size)
         shared = zlib.crc32(repr(sorted(state.shared().items())).encode())
         return f"step={saved['step']}, skipped={saved['skipped']}, crc32 of the state={shared}"
 

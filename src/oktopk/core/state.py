@@ -11,6 +11,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor
 from ..algorithms import Algorithm
 from . import schema
 from .buckets import Bucket
+from .chooser import SAVED as CHOOSER
+from .chooser import Chooser, chooser_for
 from .moments import NOTHING as NO_MOMENTS
 from .moments import SAVED as MOMENTS
 from .moments import SecondMoments
@@ -39,6 +42,7 @@ _STATE = schema.record(
         "skipped": schema.whole(),
         "optimized": schema.flag,
         "algorithm": schema.record({}, others=schema.plain),
+        "chooser": CHOOSER,
         "momentum": schema.number(0, 1),
         "residual": schema.entries(FLOATS),
         "velocity": schema.entries(FLOATS),
@@ -59,6 +63,7 @@ _STATE = schema.record(
 def pack(
     buckets: Sequence[Bucket],
     algorithm: Algorithm,
+    chooser: Chooser | None,
     transport: Transport,
     moments: SecondMoments | None,
 ) -> dict[str, Any]:
@@ -80,6 +85,7 @@ def pack(
         "step": progress["step"],
         "skipped": progress["skipped"],
         "algorithm": describe(algorithm),
+        "chooser": {} if chooser is None else chooser.state_dict(),
         "momentum": buckets[0].reduction.momentum,
         "buckets": states,
         "moments": NO_MOMENTS if moments is None else moments.state_dict(),
@@ -131,12 +137,13 @@ def unpack(
     saved: Any,
     buckets: Sequence[Bucket],
     algorithm: Algorithm,
+    chooser: Chooser | None,
     transport: Transport,
     strict: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Chooser | None]:
     """Put the state of one rank in its place; all ranks fail together, before anything changed.
 
-    Returns the state as this version writes it.
+    Returns the state as this version writes it, and the chooser to go on with.
     """
     state, differences = upgraded(saved), []
     problem = problem_of(state) or _misplaced(state, transport)
@@ -144,28 +151,50 @@ def unpack(
         differences = _differences(state, buckets, algorithm)
         if differences and strict:
             problem = "; ".join(differences) + ". To take what fits, load with strict=False"
-    kept = [] if problem else [_progress(bucket, state, algorithm) for bucket in buckets]
-    for index, (bucket, progress) in enumerate(zip(buckets, kept, strict=False)):
-        wrong = bucket.reduction.contradiction(progress)
+    parts: list[_Part] = []
+    if not problem:
+        chooser = _chooser(state, algorithm, chooser)
+        parts = [_part(bucket, state, algorithm, chooser) for bucket in buckets]
+    for index, part in enumerate(parts):
+        wrong = part.bucket.reduction.contradiction(part.progress, part.running)
         if wrong:
             problem = f"the state is damaged: that of bucket {index}, state{wrong}"
-    common = "" if problem else _common(state, buckets, kept, strict)
+    common = "" if problem else _common(state, parts, chooser, strict)
     transport.agree(problem, common, "load the checkpoint of the same step")
     for difference in differences:
         log.warning("checkpoint: %s; the rest is taken", difference)
-    for bucket, progress in zip(buckets, kept, strict=True):
-        bucket.reduction.restore(_tensors(bucket, state) | progress)
-    return dict(state)
+    for part in parts:
+        kept = _tensors(part.bucket, state) | part.progress
+        part.bucket.reduction.restore(kept, part.running)
+    return dict(state), chooser
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A bucket, and what a state says of it."""
+
+    bucket: Bucket
+    running: Algorithm
+    """What it is to run."""
+    progress: dict[str, Any]
+
+
+def _chooser(
+    state: Mapping[str, Any], algorithm: Algorithm, present: Chooser | None
+) -> Chooser | None:
+    """The chooser to go on with. A decision counts only for the same knobs and number of ranks."""
+    if present is None:
+        return None
+    saved = {} if _changed(state["algorithm"], algorithm) else state["chooser"]
+    return chooser_for(algorithm, present.numel, saved)
 
 
 def _common(
-    state: Mapping[str, Any],
-    buckets: Sequence[Bucket],
-    kept: Sequence[Mapping[str, Any]],
-    strict: bool,
+    state: Mapping[str, Any], parts: Sequence[_Part], chooser: Chooser | None, strict: bool
 ) -> str:
     """A summary that must be the same on all ranks."""
-    agreed = [bucket.reduction.agreed(own) for bucket, own in zip(buckets, kept, strict=True)]
+    agreed = [part.bucket.reduction.agreed(part.progress, part.running) for part in parts]
+    agreed += [] if chooser is None else [chooser.agreed()]
     moments = zlib.crc32(json.dumps(state["moments"], sort_keys=True).encode())
     return (
         f"step {state['step']}, {state['algorithm']}, strict={strict}, crc32 of buckets="
@@ -173,7 +202,18 @@ def _common(
     )
 
 
-def _progress(bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+def _part(
+    bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm, chooser: Chooser | None
+) -> _Part:
+    running = bucket.reduction.algorithm
+    if chooser is not None and not bucket.small:
+        running = chooser.running
+    return _Part(bucket, running, _progress(bucket, state, algorithm, running))
+
+
+def _progress(
+    bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm, running: Algorithm
+) -> dict[str, Any]:
     """How far a bucket is. The algorithm's state counts only for the same elements and knobs."""
     counted = {"step": state["step"], "skipped": state["skipped"]}
     mine = [(slot.name, slot.size) for slot in bucket.slots]
@@ -181,7 +221,7 @@ def _progress(bucket: Bucket, state: Mapping[str, Any], algorithm: Algorithm) ->
         theirs = [(name, state["residual"][name].shape) for name in saved["parameters"]]
         if theirs == mine and saved["state"]:  # empty: to begin anew
             return counted | {"state": saved["state"]}
-    return counted | {"state": bucket.reduction.algorithm.init().as_dict()}
+    return counted | {"state": running.init().as_dict()}
 
 
 @torch.no_grad()
@@ -220,7 +260,7 @@ def redistribute(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> d
         return means
 
     buckets = [{**old, "state": {}} for old in states[0]["buckets"]]
-    changed = {"rank": rank, "size": size, "buckets": buckets}
+    changed = {"rank": rank, "size": size, "buckets": buckets, "chooser": {}}
     return dict(states[0]) | changed | {name: mean(name) for name in TENSORS}
 
 

@@ -235,6 +235,8 @@ class Summary:
     """By name."""
     staleness: Staleness | None = None
     """How long entries waited; None unless steps are inspected, see `Handle.inspect`."""
+    choice: str = ""
+    """What `Auto` has chosen, and why; empty before that, and with other algorithms."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and tables."""
@@ -257,6 +259,7 @@ class Summary:
             "waited": self.waited,
             "parameters": {name: asdict(each) for name, each in self.parameters.items()},
             "staleness": None if self.staleness is None else asdict(self.staleness),
+            "choice": self.choice,
         }
 
     def __str__(self) -> str:
@@ -268,6 +271,7 @@ class Summary:
             f"sparsity {totals.sparsity:.2%}, {totals.compression_ratio:.1f} x fewer entries",
             f"communication thread busy {self.busy:.2f} s, waited for {self.waited:.2f} s: "
             + ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in totals.seconds.items()),
+            *([f"auto: {self.choice}"] if self.choice else []),
         ]
         if self.staleness is not None:
             waits = self.staleness

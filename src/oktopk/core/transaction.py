@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, Options
+from .chooser import Chooser
 from .events import Events
 from .inspector import Inspector
 from .moments import SecondMoments
 from .reduction import Attempt
-from .stats import together
+from .stats import StepStats, together
 from .transport import Operation, Rider, Transport, point_of
 from .usage import Usage
 
@@ -76,6 +78,8 @@ class Transaction:
         self.moments: SecondMoments | None = None
         self.inspector: Inspector | None = None
         """Looks into steps, if somebody asked for it."""
+        self.chooser: Chooser | None = None
+        """Decides what large buckets run, with an `Auto`."""
         self.bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
         self._numel = {slot.name: slot.numel for bucket in buckets for slot in bucket.slots}
         self._buckets, self._transport, self._name = buckets, transport, name
@@ -86,6 +90,8 @@ class Transaction:
         self._used: dict[str, int] = {}
         self._open = False
         """Whether gradients of this step have come."""
+        self._since = 0.0
+        """When the first of them came, by time.perf_counter."""
         self._has_data: bool | None = None
         self._weight = 1.0
         """Turns an average over all ranks into one over those that have data."""
@@ -112,6 +118,8 @@ class Transaction:
             self.moments.rewind(self.sparse)
         if self.inspector is not None:
             self.inspector.rewind()
+        if self.chooser is not None:
+            self.chooser.rewind()
 
     @property
     def step(self) -> int:
@@ -177,10 +185,15 @@ class Transaction:
     def _meet(self) -> None:
         """The first gradients have come. All ranks must be at the same point: sizes of messages
         depend on it. They compare this now, while backward goes on, and not at its end."""
-        self._open = True
+        self._open, self._since = True, time.perf_counter()
         self._transport.reset()
         self._transport.point = self._point(None)
         self._transport.meet()
+        if self.chooser is not None:
+            running = self.chooser.begin(self._buckets[0].reduction.taken, self._transport)
+            for bucket in self._buckets:
+                if not bucket.small:
+                    bucket.reduction.run(running)
         self._weight = 1.0
         if self._has_data is not None:
             rows = self._transport.trade_numbers([[self._has_data]] * self._transport.size)
@@ -247,7 +260,9 @@ class Transaction:
             self._skip(attempts)
         else:
             self._blame(attempts)
-        self._report()
+        stats = self._report()
+        if self.chooser is not None and not self.skipped:
+            self.chooser.note(time.perf_counter() - self._since, stats)
 
     def _commit(self, attempts: Sequence[tuple[Bucket, Attempt]]) -> None:
         self._find_unused()
@@ -326,20 +341,20 @@ class Transaction:
         guilty = bool(names) if names or known else None
         self._transport.blame(self.step, guilty, ", ".join(names[:5]))
 
-    def _report(self) -> None:
+    def _report(self) -> StepStats:
         lasts = []
         for bucket in self._buckets:
             assert bucket.reduction.last is not None
             bucket.totals.add(bucket.reduction.last)
             lasts.append(bucket.reduction.last)
         stats = together(lasts)
-        self._events.report(
-            dataclasses.replace(
-                stats,
-                bytes_sent=stats.bytes_sent + self._transport.bytes_sent,
-                bytes_received=stats.bytes_received + self._transport.bytes_received,
-                messages=stats.messages + self._transport.messages,
-            )
+        stats = dataclasses.replace(
+            stats,
+            bytes_sent=stats.bytes_sent + self._transport.bytes_sent,
+            bytes_received=stats.bytes_received + self._transport.bytes_received,
+            messages=stats.messages + self._transport.messages,
         )
+        self._events.report(stats)
         if self.inspector is not None and not self.skipped:
             self.inspector.after()
+        return stats

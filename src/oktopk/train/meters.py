@@ -163,6 +163,7 @@ class Meters:
             busy=sums.busy,
             waited=sums.waited,
             faults=Faults(plan.resumed, sums.skipped_steps, sums.discarded_steps, skipped_samples),
+            choice=summary.choice,
         )
 
     def _totals_by_kind(self, summary: Summary) -> dict[str, KindTotals]:

@@ -195,6 +195,8 @@ class Outcome:
     waited: float = 0.0
     """Seconds that rank 0 waited for it after backward, in all steps."""
     faults: Faults = Faults()
+    choice: str = ""
+    """What `--compressor auto` has chosen, and why."""
 
 
 class Observer(Protocol):

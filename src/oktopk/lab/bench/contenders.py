@@ -96,6 +96,16 @@ class Contender:
             return self.power_sgd().start
         return self.algorithm(warmup_steps=warmup_steps).warmup_steps if self.sparse else 0
 
+    def settling(self) -> int:
+        """Steps of the raw workload before the first that is like all later ones."""
+        from ...algorithms import Auto  # here, not above: help does without torch
+
+        if not self.own:
+            return self.dense_steps(0) + 1
+        algorithm = self.algorithm()
+        measuring = algorithm.measuring if isinstance(algorithm, Auto) else 0
+        return self.dense_steps(0) + measuring + 3
+
 
 def known() -> list[str]:
     """All names."""

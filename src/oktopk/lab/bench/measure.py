@@ -131,6 +131,7 @@ class Rank:
         self._notes: list[str] = []
         if self.rank == 0:
             logging.getLogger("oktopk").addHandler(_Notes(self._notes))
+            logging.getLogger("oktopk").setLevel(logging.INFO)
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         torch.set_num_threads(start.threads)
         dist.init_process_group(
@@ -268,10 +269,10 @@ class Rank:
 
 
 class _Notes(logging.Handler):
-    """Keeps warnings for the parent."""
+    """Keeps what the library logs for the parent."""
 
     def __init__(self, notes: list[str]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._kept = notes
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -112,7 +112,7 @@ def _raw(bench: Bench, setting: Setting, run: _Runner) -> Iterator[Group]:
         return Group([results.summarize(setting, job.contender, None, dense), *found], [])
 
     for contender, density in entries:
-        settle = contender.dense_steps(0) + (3 if contender.own else 1)
+        settle = contender.settling()
         answers = run(
             replace(
                 job,

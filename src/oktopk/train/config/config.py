@@ -127,15 +127,17 @@ class Compression(Section):
     )
     compressor: str = option(
         "oktopk",
-        "oktopk, oktopk-variable, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank or dense.",
+        "oktopk, oktopk-variable, topka, topka2, topkaopt, topkdsa, gtopk, gaussiank, dense, or "
+        "auto: measures, and goes on with dense or oktopk.",
     )
     density: float = option(
         0.02, "Share of the gradient's elements that is applied in a step.", above=0, most=1
     )
     wire: str = option(
-        "int8",
+        "auto",
         "How entries travel: plain (8.7 bytes each), float32, bfloat16 (3.3 bytes), float16, int8 "
-        "(2.2 bytes) or int4 (1.7 bytes). Rounding errors stay in the residual.",
+        "(2.2 bytes) or int4 (1.7 bytes). Rounding errors stay in the residual. auto: int8, and "
+        "with --compressor auto int8 or bfloat16.",
     )
     capacity: float = option(
         1.08, "Of oktopk: fixed size of a message, in multiples of k/P; 0: sizes are exchanged."
@@ -160,8 +162,9 @@ class Compression(Section):
         from ...wire.message import FORMATS
 
         super().__post_init__()
-        if self.wire not in FORMATS:
-            raise UserError(f"--wire is {self.wire!r}, but must be one of {', '.join(FORMATS)}")
+        formats = ("auto", *FORMATS)
+        if self.wire not in formats:
+            raise UserError(f"--wire is {self.wire!r}, but must be one of {', '.join(formats)}")
         if self.capacity != 0 and not 1 <= self.capacity < 100:
             raise UserError(
                 f"--capacity is {self.capacity}, but must be at least 1, such as 1.08, or 0 to "
@@ -178,8 +181,9 @@ class Compression(Section):
         options: dict[str, Any] = {
             "density": self.density,
             "warmup_steps": self.warmup_steps,
-            "wire": self.wire,
         }
+        if self.wire != "auto":  # else the algorithm's own
+            options["wire"] = self.wire
         compressor = self.compressor
         if compressor.lower() == "oktopk":
             if self.capacity:

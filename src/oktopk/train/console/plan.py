@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...algorithms import Dense
+from ...algorithms import Auto, Dense
 from ...common.format import plural
 from ..config.config import Config
 from ..records import Plan
@@ -73,6 +73,8 @@ def when_sparse(plan: Plan) -> tuple[str, bool]:
             f"go on longer",
             True,
         )
+    if isinstance(plan.config.compression.algorithm(), Auto):
+        return f"auto: measures after step {dense}, then goes on with dense or Ok-Topk", False
     if dense == 0:
         return "every step is sparse", False
     if plan.first_step >= dense:

@@ -54,6 +54,8 @@ def _facts(outcome: Outcome) -> Iterable[tuple[str, str]]:
         text = f"{metric(having[-1], each)} at the end"
         text += f", best {metric(best, each)} (epoch {best.epoch})"
         yield each.label, text + (f"; {each.note}" if each.note else "")
+    if outcome.choice:
+        yield "auto", outcome.choice
     yield "sparsity", _sparsity(outcome)
     if outcome.steps:
         yield "compression ratio", f"{ratio(outcome.compression_ratio)}, dense steps included"
