@@ -252,7 +252,7 @@ def named_dense(rank: Rank, numel: int) -> tuple[set[int], int]:
     reducer = oktopk.AllReducer(named.items(), OKTOPK, rank.group, options)
     seen: list[oktopk.StepStats] = []
     reducer.events.subscribe(seen.append)
-    for step in range(4):
+    for _ in range(4):
         gradients = {name: torch.randn(tensor.numel()) for name, tensor in named.items()}
         reducer.submit(gradients, torch.empty(0), last=True)
         reducer.wait()

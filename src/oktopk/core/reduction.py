@@ -158,6 +158,7 @@ class Reduction:
         if algorithm != self.algorithm:
             self._now = dataclasses.replace(self._now, state=algorithm.init())
             self.algorithm, self._before = algorithm, None
+            self._steps = Steps()
             prepare(algorithm, self.numel, self.dtype, self.device)
 
     def attempt(
