@@ -457,6 +457,18 @@ def test_what_finds_no_room_waits(ranks: Ranks) -> None:
     assert sum(held_back) > 0
 
 
+def rooms_kept(rank: Rank) -> int:
+    reduce = oktopk.SparseAllreduce(oktopk.OkTopk(density=0.05), 1000, rank.group)
+    reduce(torch.randn(1000))
+    assert reduce._steps._kept
+    reduce.change(oktopk.TopkA(density=0.05))
+    return len(reduce._steps._kept)
+
+
+def test_messages_of_an_earlier_algorithm_are_not_kept(ranks: Ranks) -> None:
+    assert ranks.run(2, rooms_kept) == [0, 0]
+
+
 def test_gaussiank_does_not_stall_between_two_thresholds() -> None:
     reduce = oktopk.SparseAllreduce(oktopk.Gaussiank(density=0.25), numel=8)
     gradient = torch.tensor([1.0, 1, 1, 1, 0, 0, 0, 0])

@@ -244,6 +244,31 @@ def test_small_parameters_ride_along(ranks: Ranks, name: str, dtype: torch.dtype
         assert torch.equal(average, results[0][1])
 
 
+def named_dense(rank: Rank, numel: int) -> tuple[set[int], int]:
+    """Messages of sparse steps with a tensor that is averaged densely by name, and the bytes that
+    the tensor beside it keeps for messages."""
+    named = {"large": torch.zeros(5000), "dense": torch.zeros(numel)}
+    options = oktopk.Options(dense=["dense"], dense_below=0)
+    reducer = oktopk.AllReducer(named.items(), OKTOPK, rank.group, options)
+    seen: list[oktopk.StepStats] = []
+    reducer.events.subscribe(seen.append)
+    for _ in range(4):
+        gradients = {name: torch.randn(tensor.numel()) for name, tensor in named.items()}
+        reducer.submit(gradients, torch.empty(0), last=True)
+        reducer.wait()
+    kept = reducer._buckets[0].reduction._steps._kept.values()
+    reducer.close()
+    return {stats.messages for stats in seen[1:]}, max(step.send.nbytes for step in kept)
+
+
+def test_a_large_dense_tensor_does_not_ride_along(ranks: Ranks) -> None:
+    """Each message would have room for a part of it, several times over."""
+    assert all(messages == {3} for messages, _ in ranks.run(2, named_dense, 1000))
+    for messages, nbytes in ranks.run(2, named_dense, 300_000):
+        assert messages == {4}
+        assert nbytes < 100_000
+
+
 def sparse_at_once(rank: Rank) -> list[str]:
     seen: list[oktopk.StepStats] = []
     model, handle = attached(rank, OKTOPK)

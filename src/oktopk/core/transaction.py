@@ -32,6 +32,9 @@ log = logging.getLogger("oktopk")
 
 _LEFT_OUT = 1 << 16
 """Counts a rank on which a tensor was left out, in a sum that counts those that have it."""
+_MOST_RIDING = 1 << 20
+"""Bytes of small parameters that ride along. More of them would be copied and kept several times,
+to save one message that takes long anyway."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +210,12 @@ class Transaction:
 
     def _carrier(self) -> Bucket | None:
         """The last large bucket: the small parameters ride along in its messages, so it begins when
-        they have come. None if there are none, or of several types."""
+        they have come. None if there are none, of several types, or too many."""
         left = [bucket for bucket in self._buckets if bucket.attempt is None]
         large, small = ([b for b in left if b.small is kind] for kind in (False, True))
-        return large[0] if len(large) == len(small) == 1 else None
+        if not len(large) == len(small) == 1:
+            return None
+        return large[0] if small[0].reduction.residual.nbytes <= _MOST_RIDING else None
 
     def _begin(self, bucket: Bucket, factor: float, rider: Rider | None = None) -> None:
         self._usage.stepped = True  # the step before can no longer be taken back
