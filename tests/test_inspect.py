@@ -137,12 +137,12 @@ def test_what_is_seen_is_right(ranks: Ranks, case: str) -> None:
 
 
 def assert_histogram(lowest: int, counts: tuple[int, ...], sizes: Tensor) -> None:
-    """Of a hundred values, one may be in the bin beside its own."""
+    """Of a hundred values, one may be in the bin beside its own, and so may two of a few."""
     expected = Counter((2 * sizes[sizes > 0].double().log2()).floor().long().tolist())
     found = {lowest + at: count for at, count in enumerate(counts)}
     assert sum(counts) == int((sizes > 0).sum())
     missing = sum(abs(found.get(bin, 0) - expected[bin]) for bin in {*found, *expected})
-    assert missing <= sizes.numel() / 100
+    assert missing / 2 <= 2 + sizes.numel() / 100
     assert not counts or (counts[0] > 0 and counts[-1] > 0)
 
 
