@@ -153,8 +153,29 @@ def test_booleans(line: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("", ("tensorboard",)),
+        ("--report-to wandb", ("wandb",)),
+        ("--report-to wandb tensorboard text --lr 0.1", ("wandb", "tensorboard")),
+        ("text --report_to=wandb,trackio", ("wandb", "trackio")),
+        ("--report-to none text", ()),
+        ("--report-to tensorboard wandb --no-tensorboard", ("wandb",)),
+    ],
+)
+def test_several_names(line: str, names: tuple[str, ...]) -> None:
+    found = config(line)
+    assert found.run.reporters == names
+    assert found.run.recipe == ("text" if "text" in line.split() else "spoken")
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("train --report-to --lr 0.1", "--report-to: expected one argument"),
+        ("train --report-to mlflow", "'mlflow', but must be some of tensorboard, wandb, trackio"),
+        ("train --report-to none wandb", "--report-to is none wandb: none goes with no other"),
+        ("train --detail-every -1", "--detail-every is -1, but must be at least 0"),
         ("train --batchsize 8", "did you mean --batch-size?"),
         ("train --max-epoch 8", "did you mean --max-epochs?"),
         ("train --max-epochs many", "--max-epochs: expected a whole number, not 'many'"),
