@@ -309,7 +309,7 @@ def test_help_does_without_torch() -> None:
     program = """
 import sys
 from oktopk.cli import main
-for command in ("", "train", "lab", "bench", "data", "data an4"):
+for command in ("", "train", "report", "lab", "bench", "data", "data an4"):
     try:
         main([*command.split(), "--help"])
     except SystemExit:
@@ -319,7 +319,7 @@ print(*sorted({"torch", "numba", "numpy"} & {*sys.modules}), file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.count("usage: oktopk") == 6
+    assert done.stdout.count("usage: oktopk") == 7
     assert done.stderr == "\n"
 
 

@@ -6,6 +6,7 @@ import html
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -509,6 +510,17 @@ def test_mistakes_are_one_line(
     assert code == (2 if expected else 0)
     assert expected in printed
     assert printed.count("\n") == (1 if expected else 0)
+
+
+def test_a_page_does_without_torch(run: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+from oktopk.cli import main
+code = main(sys.argv[1:])
+sys.exit(code or int("torch" in sys.modules))
+"""
+    command = ["report", str(run), "--output", str(tmp_path / "page.html")]
+    subprocess.run([sys.executable, "-c", program, *command], timeout=60, check=True)
 
 
 @pytest.mark.parametrize("package", ["plotly", "jinja2"])
