@@ -115,7 +115,7 @@ class Trainer:
                 resume_epoch=self.epoch,
             )
             others = reporters(config.run, self.folder, resume_step)
-            told = (View(), kept, *others, Page(self.folder))
+            told: Sequence[Observer] = (View(), kept, *others, Page(self.folder))
             self.observers = told if observers is None else observers
 
     def run(self) -> Outcome | None:
