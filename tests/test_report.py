@@ -135,7 +135,11 @@ def test_a_band_is_mean_and_spread_over_runs() -> None:
     assert found is not None
     np.testing.assert_allclose(found.mean.step, steps)
     np.testing.assert_allclose(found.mean.value, 2 * steps)
-    np.testing.assert_allclose(found.spread, steps)
+    np.testing.assert_allclose(found.spread, np.std([steps, 3 * steps], axis=0, ddof=1))
+    alone = band(runs[:1], 3)
+    assert alone is not None
+    np.testing.assert_allclose(alone.mean.value, [0.5, 2.5, 4.5])  # two steps in each bin
+    np.testing.assert_allclose(alone.spread, 0)
     assert band([Points(steps, steps, np.full(6, np.nan))], 50) is None
 
 
