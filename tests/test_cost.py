@@ -106,7 +106,8 @@ def test_real_ranks_send_the_bytes_that_are_predicted(
 ) -> None:
     found = ranks.run(size, counted, name, wire, 0.02, 16)
     sent = sum(nbytes for nbytes, _ in found) / size
-    tolerance = 0.35 if name == "gaussiank" else 0.04  # which sends 2/3 to 4/3 of k
+    # Gaussiank sends 2/3 to 4/3 of k, and the published Ok-Topk gathers 0.9 k to 1.5 k sums.
+    tolerance = {"gaussiank": 0.35, "oktopk-variable": 0.1}.get(name, 0.04)
     assert cost(name, size=size, wire=wire).bytes_sent == pytest.approx(sent, rel=tolerance)
 
 

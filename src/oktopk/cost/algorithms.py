@@ -167,8 +167,11 @@ def gtopk(case: Case) -> Cost:
 
     bytes: 2 (P-1)/P m(k, n), the mean over ranks; the busiest rank sends and receives
         2 log2(P) m
-    seconds: offer + 2 log2(P) (m / R + 2 L + 2 wait + k decode)
-        + log2(P) (k encode + k/2 apply + 2k merge) + write, where rounding errors are applied
+    seconds: offer + 2 log2(P) (m / R + 2 L + wait + k decode)
+        + log2(P) (k encode + k/2 apply + 2k merge) + write
+
+    A message follows right behind its size, so both wait for a core once. Rounding errors are
+    applied to the residual.
     """
     k, size, ranks, m = case.k, case.size, case.ranks, case.ranks.machine
     nbytes = message(case.wire, k, case.numel, added=1) + 8  # a size goes ahead
@@ -180,7 +183,7 @@ def gtopk(case: Case) -> Cost:
         hop = Cost(
             compute=ranks.calls(2, pairs),
             transfer=max(ranks.copying(nbytes, 2 * pairs), nbytes / link.rate),
-            latency=2 * (link.latency + m.wait(2 * pairs, size)),
+            latency=2 * link.latency + m.wait(2 * pairs, size),
             bytes_sent=nbytes * pairs / size,
             messages=2,
         )
