@@ -216,6 +216,8 @@ def trained(rank: Rank, how: str, adam: bool) -> tuple[str, list[str]]:
     assert kinds == {"OkTopk" if summary.choice.startswith("sparse") else "Dense"}
     assert handle.algorithm == AUTO
     assert summary.choice in str(summary)
+    handle.set_algorithm(handle.algorithm)  # anew
+    assert handle.stats().choice == ""
     handle.set_algorithm(oktopk.OkTopk(0.05))
     run(rank, model, optimizer, range(20, 22))
     handle.detach()
