@@ -216,6 +216,8 @@ def trained(rank: Rank, how: str, adam: bool) -> tuple[str, list[str]]:
     assert kinds == {"OkTopk" if summary.choice.startswith("sparse") else "Dense"}
     assert handle.algorithm == AUTO
     assert summary.choice in str(summary)
+    handle.set_algorithm(handle.algorithm)  # anew
+    assert handle.stats().choice == ""
     handle.set_algorithm(oktopk.OkTopk(0.05))
     run(rank, model, optimizer, range(20, 22))
     handle.detach()
@@ -343,6 +345,32 @@ def disagreeing(rank: Rank) -> str:
 
 def test_states_that_differ_are_refused_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(2, disagreeing)
+
+
+def damaged(rank: Rank, change: dict[str, Any], says: str) -> None:
+    reduce = reduce_for(rank)
+    for step in range(10):
+        reduce(gradient(rank, step))
+    state = reduce.state_dict()
+    if rank.rank == 1:
+        state["chooser"] |= change
+    with pytest.raises(ValueError, match=says if rank.rank == 1 else "ERROR"):
+        reduce.load_state_dict(state)
+    reduce(gradient(rank, 10))  # nothing has changed
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"wire": "int5"}, r'\["wire"\] is "int5", but must be a wire format'),
+        ({"count": -1}, r'\["count"\] is -1, but must be a whole number'),
+        ({"seconds": {"dense": [], "sparse": [], "exchange": []}}, "lacks times"),
+        ({"sparse": False}, r'the state is damaged: state\["state"\]'),
+        ({"more": 1}, "does not belong there"),
+    ],
+)
+def test_damage_is_an_error_on_all_ranks(ranks: Ranks, change: dict[str, Any], says: str) -> None:
+    ranks.run(2, damaged, change, says)
 
 
 # --- the command line ------------------------------------------------------------------------

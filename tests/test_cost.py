@@ -46,7 +46,8 @@ def test_the_model_is_pure_python() -> None:
 
 def test_it_knows_every_wire_format_and_algorithm_of_the_library() -> None:
     assert set(WIRES) == {codec.name for codec in CODECS.values() if codec.number < 100}
-    variants = {"topka2", "topkaopt"}  # they send what topka sends
+    # The first two send what topka sends, and auto what dense or oktopk does.
+    variants = {"topka2", "topkaopt", "auto"}
     assert {*names()} - variants <= set(ALGORITHMS)
 
 

@@ -20,6 +20,7 @@ import torch
 from ..algorithms import Algorithm, Auto, Dense
 from ..algorithms.auto import ANY, DENSE_STEPS, SPARSE_STEPS
 from ..cost import Link, Machine, predict
+from ..wire.message import FORMATS
 from . import schema
 from .stats import StepStats
 from .transport import Transport
@@ -37,21 +38,43 @@ _GAIN = 0.95
 _EXACT = 0.02
 """Most that bfloat16 may add to the time of a step with int8."""
 
+KINDS = ("dense", "sparse", "exchange")
+"""Of times."""
 _TIMES = schema.several(schema.number(0))
-SAVED = schema.empty_or(
-    schema.record(
-        {
-            "reason": schema.text,
-            "sparse": schema.flag,
-            "wire": schema.text,
-            "start": schema.whole(),
-            "round": schema.whole(),
-            "count": schema.whole(),
-            "seconds": schema.record(dict.fromkeys(("dense", "sparse", "exchange"), _TIMES)),
-        }
-    )
+
+
+def _wire(value: Any) -> str | None:
+    known = type(value) is str and value in FORMATS
+    return None if known else f" is {schema.shown(value)}, but must be a wire format"
+
+
+_FIELDS = schema.record(
+    {
+        "reason": schema.text,
+        "sparse": schema.flag,
+        "wire": _wire,
+        "start": schema.whole(),
+        "round": schema.whole(),
+        "count": schema.whole(),
+        "seconds": schema.record(dict.fromkeys(KINDS, _TIMES)),
+    }
 )
-"""The saved state; empty where there is nothing to choose."""
+
+
+def _whole(value: Any) -> str | None:
+    """Whether all times are there that a comparison will need."""
+    wrong = _FIELDS(value)
+    if wrong or value["reason"]:
+        return wrong
+    dense, sparse, exchange = (len(value["seconds"][name]) for name in KINDS)
+    begun = value["sparse"] and value["count"] > _LEAD
+    if sparse != exchange or (value["sparse"] and not dense) or (begun and not sparse):
+        return '["seconds"] lacks times'
+    return None
+
+
+SAVED = schema.empty_or(_whole)
+"""Checks a saved state. It is empty where there is nothing to choose."""
 
 
 class Chooser:
@@ -74,7 +97,7 @@ class Chooser:
         self._count = int(saved.get("count", 0))
         """Steps of this block so far."""
         seconds = saved.get("seconds", {})
-        self._seconds = {name: [*seconds.get(name, ())] for name in ("dense", "sparse", "exchange")}
+        self._seconds = {name: [*seconds.get(name, ())] for name in KINDS}
         """Of the steps that count: dense and sparse ones, and of the latter the exchanges alone."""
         self._before: tuple[int, dict[str, list[float]]] | None = None
         """Count and seconds before the last step, if it was noted."""
