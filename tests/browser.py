@@ -48,8 +48,12 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.driver.get(page.as_uri())
+        self.wait("return document.documentElement.dataset.ready === 'yes'")
+
+    def wait(self, script: str) -> None:
+        """Until a script returns true."""
         deadline = time.monotonic() + _SECONDS
-        while self.run("return document.documentElement.dataset.ready") != "yes":
+        while self.run(script) is not True:
             assert time.monotonic() < deadline, self.messages()
             time.sleep(0.05)
 

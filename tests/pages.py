@@ -49,7 +49,7 @@ def make_run(
         settings: flags, such as `seed`.
     """
     made = _Made(folder, steps, dense_steps, Config.of(**{"recipe": "text", **settings}))
-    kept = RunFolder(folder, tensorboard=False)
+    kept = RunFolder(folder)
     kept.started(made.plan)
     per_epoch = made.plan.steps_per_epoch
     for step in range(steps):

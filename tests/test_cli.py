@@ -153,8 +153,29 @@ def test_booleans(line: str, value: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("", ("tensorboard",)),
+        ("--report-to wandb", ("wandb",)),
+        ("--report-to wandb tensorboard text --lr 0.1", ("wandb", "tensorboard")),
+        ("text --report_to=wandb,trackio", ("wandb", "trackio")),
+        ("--report-to none text", ()),
+        ("--report-to tensorboard wandb --no-tensorboard", ("wandb",)),
+    ],
+)
+def test_several_names(line: str, names: tuple[str, ...]) -> None:
+    found = config(line)
+    assert found.run.reporters == names
+    assert found.run.recipe == ("text" if "text" in line.split() else "spoken")
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("train --report-to --lr 0.1", "--report-to: expected one argument"),
+        ("train --report-to mlflow", "'mlflow', but must be some of tensorboard, wandb, trackio"),
+        ("train --report-to none wandb", "--report-to is none wandb: none goes with no other"),
+        ("train --detail-every -1", "--detail-every is -1, but must be at least 0"),
         ("train --batchsize 8", "did you mean --batch-size?"),
         ("train --max-epoch 8", "did you mean --max-epochs?"),
         ("train --max-epochs many", "--max-epochs: expected a whole number, not 'many'"),
@@ -288,7 +309,7 @@ def test_help_does_without_torch() -> None:
     program = """
 import sys
 from oktopk.cli import main
-for command in ("", "train", "lab", "bench", "data", "data an4"):
+for command in ("", "train", "report", "lab", "bench", "data", "data an4"):
     try:
         main([*command.split(), "--help"])
     except SystemExit:
@@ -298,7 +319,7 @@ print(*sorted({"torch", "numba", "numpy"} & {*sys.modules}), file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.count("usage: oktopk") == 6
+    assert done.stdout.count("usage: oktopk") == 7
     assert done.stderr == "\n"
 
 

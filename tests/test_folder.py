@@ -8,8 +8,8 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,22 @@ from hypothesis import strategies as st
 
 from oktopk.common.errors import UserError
 from oktopk.common.format import toml
+from oktopk.common.values import build
+from oktopk.core.detail import BucketDetail, Histogram, Magnitudes, MessageCount, Staleness
 from oktopk.train.config.config import Config
 from oktopk.train.folders import latest_run, new_run_folder
-from oktopk.train.metrics_file import METRICS, previous_epochs, read_metrics
-from oktopk.train.records import BucketTiming, EpochRecord, Outcome, Plan, StepRecord
-from oktopk.train.run_folder import RunFolder
+from oktopk.train.metrics_file import METRICS, previous_epochs, read_metrics, read_records
+from oktopk.train.records import (
+    BucketTiming,
+    DetailRecord,
+    EpochRecord,
+    Observer,
+    Outcome,
+    Plan,
+    StepRecord,
+)
+from oktopk.train.reporters import TensorBoard, Tracker, check_reporters
+from oktopk.train.run_folder import RunFolder, times_resumed
 from oktopk.train.run_folder import settings as settings_of
 
 TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -63,13 +74,25 @@ def epoch(place: int) -> EpochRecord:
     )  # fmt: skip
 
 
-def go(folder: RunFolder, first: int, last: int) -> None:
-    """Steps from `first` until before `last`, with the epochs that they end."""
-    folder.started(plan(first))
+def detail(place: int) -> DetailRecord:
+    buckets = (
+        BucketDetail(0, 1000, 20, 20, 18, 0.5, 0.4, 0.6, (10, 8), Magnitudes(-9, (900, 99, 1))),
+        BucketDetail(1, 10, 10, 10, 10, 0.0, 0.0, 0.0, (), Magnitudes(-3, (10,))),
+    )
+    waits = Staleness(2.5, 7, 9, 8.5, 20, Histogram((0, 1, 2, 4, 8, 16), (9, 5, 2, 1, 1)))
+    return DetailRecord(place, "sparse", buckets, waits, (MessageCount("alltoall", 44, 6),))
+
+
+def go(observer: Observer, first: int, last: int) -> None:
+    """Steps from `first` until before `last`, with a look into every third, and the epochs that
+    they end."""
+    observer.started(plan(first))
     for place in range(first, last):
-        folder.stepped(step(place))
+        observer.stepped(step(place))
+        if place % 3 == 0:
+            observer.detailed(detail(place))
         if (place + 1) % PER_EPOCH == 0:
-            folder.epoch_ended(epoch((place + 1) // PER_EPOCH))
+            observer.epoch_ended(epoch((place + 1) // PER_EPOCH))
 
 
 def outcome() -> Outcome:
@@ -98,7 +121,7 @@ def test_toml_gives_back_what_was_written(values: dict[str, Any]) -> None:
 def test_a_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/somebody/bin/oktopk", "train", "--lr", "1e-5"])
     config = Config.of(lr=1e-5, width=64, data_dir='/a "b"\\c\x7f\n')
-    folder = RunFolder(tmp_path / "run", tensorboard=False)
+    folder = RunFolder(tmp_path / "run")
     folder.started(plan(config=config))
     folder.stepped(step(0))
     assert len(read_metrics(folder.path)[0]) == 1  # at once, not when it is closed
@@ -130,7 +153,7 @@ def test_warnings_are_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
     root = logging.getLogger()
     handlers, root.handlers = root.handlers, []  # pytest's own, which a program does not have
     try:
-        folder = RunFolder(tmp_path, tensorboard=False)
+        folder = RunFolder(tmp_path)
         folder.started(plan())
         logging.getLogger("oktopk").warning("look here")
         logging.getLogger("oktopk").info("for the file")
@@ -146,7 +169,7 @@ def test_warnings_are_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_each_step_is_there_once_after_kill_and_resume(
     tmp_path: Path, died: int, resumed: int, torn: int
 ) -> None:
-    folder = RunFolder(tmp_path, tensorboard=False)
+    folder = RunFolder(tmp_path)
     go(folder, 0, died)
     folder.close()
     half = json.dumps({"kind": "step", "step": died, "text": "x" * 300})[:torn]
@@ -155,21 +178,23 @@ def test_each_step_is_there_once_after_kill_and_resume(
     assert len(read_metrics(tmp_path)[0]) == died
     goes_on = resumed // PER_EPOCH + 1
     assert previous_epochs(tmp_path, goes_on) == tuple(map(epoch, range(1, goes_on)))
-    again = RunFolder(tmp_path, tensorboard=False, resume_step=resumed, resume_epoch=goes_on)
+    again = RunFolder(tmp_path, resume_step=resumed, resume_epoch=goes_on)
     go(again, resumed, 12)
     again.close()
     steps, epochs = read_metrics(tmp_path / METRICS)
     assert [record["step"] for record in steps] == list(range(12))
     assert [record["epoch"] for record in epochs] == [1, 2, 3]
+    details = read_records(tmp_path)["detail"]
+    assert [build(DetailRecord, record) for record in details] == [detail(n) for n in (0, 3, 6, 9)]
     assert previous_epochs(tmp_path, 4) == (epoch(1), epoch(2), epoch(3))
 
 
 def test_another_run_is_not_written_over(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, tensorboard=False)
+    folder = RunFolder(tmp_path)
     go(folder, 0, 2)
     folder.close()
     with pytest.raises(UserError, match="holds a run already: `--resume auto"):
-        RunFolder(tmp_path, tensorboard=False).started(plan())
+        RunFolder(tmp_path).started(plan())
     assert len(read_metrics(tmp_path)[0]) == 2
 
 
@@ -201,7 +226,7 @@ def damaged_lines() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("line", "says"), list(damaged_lines()))
 def test_damage_in_the_middle_is_told(tmp_path: Path, line: str, says: str) -> None:
     """When it is read, and when the run is resumed; the file is left as it was."""
-    folder = RunFolder(tmp_path, tensorboard=False)
+    folder = RunFolder(tmp_path)
     go(folder, 0, 4)
     folder.close()
     metrics = tmp_path / METRICS
@@ -209,7 +234,7 @@ def test_damage_in_the_middle_is_told(tmp_path: Path, line: str, says: str) -> N
     lines[1:1] = [line.encode("latin-1")]
     metrics.write_bytes(b"\n".join(lines))
     damaged = metrics.read_bytes()
-    again = RunFolder(tmp_path, tensorboard=False, resume_step=4, resume_epoch=2)
+    again = RunFolder(tmp_path, resume_step=4, resume_epoch=2)
     for read in (
         lambda: read_metrics(tmp_path),
         lambda: previous_epochs(tmp_path, 5),
@@ -237,7 +262,7 @@ def test_metrics_that_are_not_there(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        folder = RunFolder(path, tensorboard=False)
+        folder = RunFolder(path)
         with pytest.raises(UserError, match=r"cannot write to .* --run-dir") as raised:
             folder.started(plan())
         folder.close()
@@ -248,7 +273,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         place = tmp_path / str(number) / name
         place.parent.mkdir(parents=True)
         place.touch()
-        folder = RunFolder(tmp_path / str(number), tensorboard=False)
+        folder = RunFolder(tmp_path / str(number))
         with pytest.raises(UserError, match="move it away"):
             folder.started(plan())
         folder.close()
@@ -258,12 +283,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_log_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nobody needs it; a run ends when its metrics cannot be kept. Neither is a traceback."""
     (tmp_path / "train.log").symlink_to("/dev/full")
-    folder = RunFolder(tmp_path, tensorboard=False)
+    folder = RunFolder(tmp_path)
     go(folder, 0, 2)
     folder.close()
     (tmp_path / METRICS).unlink()
     (tmp_path / METRICS).symlink_to("/dev/full")
-    folder = RunFolder(tmp_path, tensorboard=False)
+    folder = RunFolder(tmp_path)
     with pytest.raises(UserError, match="No space left on device"):
         go(folder, 0, 2)
     folder.close()
@@ -275,15 +300,15 @@ def test_tensorboard_without_room(tmp_path: Path, capfd: pytest.CaptureFixture[s
     pytest.importorskip("tensorboard")
     resource: Any = pytest.importorskip("resource")
     hook = threading.excepthook
-    folder = RunFolder(tmp_path)
-    folder.started(plan())
+    board = TensorBoard(tmp_path)
+    board.started(plan())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))  # bytes of a file
     scalars = {f"train/{number}": 1.0 for number in range(1000)}
     try:
         with pytest.raises(UserError, match=r"cannot write to .*File too large"):
-            folder._scalars(scalars, 0)
-        folder.close()
+            board.scalars(scalars, 0)
+        board.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert capfd.readouterr().err == ""
@@ -314,26 +339,184 @@ def test_without_tensorboard_training_goes_on(
     folder = RunFolder(tmp_path)
     go(folder, 0, 4)
     folder.close()
+    board = TensorBoard(tmp_path)
+    go(board, 0, 4)
+    board.close()
     assert "pip install tensorboard" in caplog.text
     assert len(read_metrics(tmp_path)[0]) == 4
 
 
 def test_tensorboard_reads_the_run_and_its_resumption(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    folder = RunFolder(tmp_path)
-    go(folder, 0, 10)
-    folder.close()
-    again = RunFolder(tmp_path, resume_step=8, resume_epoch=3)
-    go(again, 8, 12)
-    again.close()
+    for resume_step, last in ((None, 10), (8, 12)):
+        board = TensorBoard(tmp_path, resume_step)
+        go(board, resume_step or 0, last)
+        board.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {
         "train/loss", "train/lr", "train/grad_norm", "communication/sparsity",
         "communication/ratio", "communication/bytes_sent", "time/data", "time/total",
-        "epoch/loss", "validation/loss", "validation/wer",
+        "epoch/loss", "validation/loss", "validation/wer", "staleness/mean", "staleness/p99",
+        "staleness/max", "threshold/local/bucket0", "threshold/exact/bucket0",
+        "threshold/global/bucket0",
     } == set(events.Tags()["scalars"])  # fmt: skip
     assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
     # The checkpoint was made after epoch 2, so that epoch is not purged.
     assert [event.step for event in events.Scalars("epoch/loss")] == [3, 7, 11]
     assert events.Tags()["tensors"] == ["validation/examples/text_summary"]
+
+
+def test_runs_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """Their steps have fewer fields, and nobody looked into them."""
+    old = asdict(step(0))
+    for name in ("target", "offered", "applied", "overflow", "skipped", "stages", "busy"):
+        del old[name]
+    (tmp_path / METRICS).write_text(json.dumps({"kind": "step", **old}) + "\n")
+    records = read_records(tmp_path)
+    assert [record["step"] for record in records["step"]] == [0]
+    assert "busy" not in records["step"][0]
+    assert records["detail"] == []
+    again = RunFolder(tmp_path, resume_step=1, resume_epoch=1)
+    go(again, 1, 4)
+    again.close()
+    assert [record["step"] for record in read_metrics(tmp_path)[0]] == [0, 1, 2, 3]
+
+
+def test_resumptions_are_counted(tmp_path: Path) -> None:
+    assert times_resumed(tmp_path) == 0
+    for count in (0, 1, 2):
+        assert times_resumed(tmp_path) == count
+        folder = RunFolder(tmp_path, resume_step=0)
+        folder.started(replace(plan(), resumed=count))
+        folder.close()
+    for content in ("{", "[]", '{"resumed": -4}', '{"resumed": true}', "{}"):
+        (tmp_path / "environment.json").write_text(content)
+        assert times_resumed(tmp_path) == 1
+
+
+MODULE = """
+import json
+
+def _note(*what):
+    with open(__file__ + ".calls", "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+def init(project, name=None, group=None, config=None):
+    _note("init", project, name, group, config["lr"])
+
+def log(metrics, step=None):
+    _note("log", metrics, step)
+
+def finish():
+    _note("finish")
+"""
+
+
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Makes a module that takes the calls of wandb and trackio, and writes them to a file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for variable in ("WANDB_DIR", "WANDB_CONSOLE", "WANDB_PROJECT", "TRACKIO_PROJECT"):
+        monkeypatch.setenv(variable, "x")  # so that it is restored, whoever sets it
+        monkeypatch.delenv(variable)
+    before = {name: sys.modules.pop(name, None) for name in ("wandb", "trackio")}
+
+    def make(name: str, content: str = MODULE) -> Path:
+        (tmp_path / f"{name}.py").write_text(content)
+        return tmp_path / f"{name}.py.calls"
+
+    yield make
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_same_series(
+    tmp_path: Path, tracker: Callable[[str], Path], name: str
+) -> None:
+    calls = tracker(name)
+    reporter = Tracker(name, tmp_path / "text-1")
+    go(reporter, 0, 5)
+    reporter.close()
+    reporter.close()
+    again = Tracker(name, tmp_path / "text-1")
+    again.started(replace(plan(4), resumed=2))
+    again.close()
+    made = [json.loads(line) for line in calls.read_text().splitlines()]
+    assert made[0] == ["init", "oktopk", "text-1", "text-1", 0.01]
+    logged = [call for call in made if call[0] == "log"]
+    assert [call[2] for call in logged] == [0, 0, 1, 2, 3, 3, 3, 4]
+    assert logged[0][1]["train/loss"] == 3.2
+    assert logged[1][1] == {
+        "staleness/mean": 2.5, "staleness/p99": 7, "staleness/max": 9,
+        "threshold/local/bucket0": 0.5, "threshold/exact/bucket0": 0.4,
+        "threshold/global/bucket0": 0.6,
+    }  # fmt: skip
+    assert logged[6][1] == {"epoch/loss": 3.3, "validation/loss": 3.1, "validation/wer": 0.5}
+    assert made[9:] == [
+        ["finish"],
+        ["init", "oktopk", "text-1-resumed-2", "text-1", 0.01],
+        ["finish"],
+    ]
+
+
+def test_a_tracker_that_fails_is_left_out(
+    tmp_path: Path, tracker: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = tracker("trackio", MODULE + "    raise RuntimeError('the disk\\nis full')\n")
+    reporter = Tracker("trackio", tmp_path)
+    go(reporter, 0, 1)
+    reporter.close()
+    assert "trackio gets no more of this run, as it failed: the disk is full" in caplog.text
+    assert calls.read_text().splitlines()[-1] == '["finish"]'
+    del sys.modules["trackio"]
+    tracker("trackio", MODULE.replace('_note("init"', 'raise OSError(config, "init"'))
+    with pytest.raises(UserError, match=r"--report-to trackio cannot begin: .*train without$"):
+        Tracker("trackio", tmp_path).started(plan())
+
+
+def test_a_missing_package_is_told_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (
+        ("wandb", "wandb"),
+        ("trackio", "trackio"),
+        ("tensorboard", "torch.utils.tensorboard"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        run = Config.of(report_to=name).run
+        with pytest.raises(UserError, match=f"--report-to {name} needs .*pip install {name} "):
+            check_reporters(run)
+        assert check_reporters(run, rank=1)
+        assert check_reporters(Config().run)  # nobody asked
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, ("tensorboard",)),
+        ({"tensorboard": False}, ()),
+        ({"report_to": "none"}, ()),
+        ({"report_to": "wandb"}, ("wandb",)),
+        ({"report_to": "wandb, tensorboard wandb"}, ("wandb", "tensorboard")),
+        ({"report_to": "wandb tensorboard", "tensorboard": False}, ("wandb",)),
+    ],
+)
+def test_where_series_go(given: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert Config.of(**given).run.reporters == names
+
+
+def test_wandb_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of wandb without a server, read back from its file."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for variable, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    reporter = Tracker("wandb", tmp_path)
+    go(reporter, 0, 5)
+    reporter.close()
+    [written] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = written.read_bytes()
+    for name in (b"train/loss", b"staleness/p99", b"validation/wer"):
+        assert name in content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import shutil
@@ -341,6 +342,8 @@ def test_damaged_inputs(warm: Warm, tiny: list[str], tmp_path: Path) -> None:
         "librispeech": ["--dataset", "librispeech"],
         "--nworkers is 0": ["--nworkers", "0"],
     }
+    if importlib.util.find_spec("trackio") is None:
+        cases["pip install trackio"] = ["--report-to", "trackio"]
     one = ["--nworkers", "1"]
     runs = {says: Forked(warm, [*tiny, *one, *flags], tmp_path) for says, flags in cases.items()}
     for says, run in runs.items():

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import oktopk
 from launch import Warm
 from oktopk.common.errors import UserError
 from oktopk.common.sections import flag
+from oktopk.core.stats import STAGES
 from oktopk.train.config.config import Config, Optimizer, sections
 from oktopk.train.config.recipes import recipe
-from oktopk.train.metrics_file import read_metrics
+from oktopk.train.meters import Meters, Sums
+from oktopk.train.metrics_file import read_metrics, read_records
 from oktopk.train.optimizers import learning_rate
 from oktopk.train.trainer import Trainer
 from oktopk.workloads import WORKLOADS
@@ -112,7 +115,7 @@ def test_everything_at_once_trains(trainings: tuple[Any, Path]) -> None:
 
 def test_resumed_run_is_bitwise_the_uninterrupted_one(trainings: tuple[Any, Path]) -> None:
     found, folder = trainings
-    assert found["resume"] == {"same": True, "sums": True}
+    assert found["resume"] == {"same": True, "sums": True, "blind": True}
     steps, epochs = read_metrics(folder / "parts")
     whole, whole_epochs = read_metrics(folder / "whole")
     for name in ("step", "loss", "lr", "sparsity", "bytes_sent", "grad_norm"):
@@ -120,6 +123,55 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(trainings: tuple[Any, Path
     last, whole_last = epochs[-1], whole_epochs[-1]
     assert last["validation"] == whole_last["validation"]
     assert last["loss"] == whole_last["loss"]
+
+
+def test_looks_into_steps_are_kept_once(trainings: tuple[Any, Path]) -> None:
+    """Of a run with breaks, those at the end of each part too. Nothing depends on them."""
+    looks = {name: read_records(trainings[1] / name) for name in ("whole", "parts", "blind")}
+    assert [each["step"] for each in looks["whole"]["detail"]] == [0, 2, 3, 4, 8, 9]
+    assert [each["step"] for each in looks["parts"]["detail"]] == [0, 2, 3, 4, 5, 8, 9]
+    assert looks["blind"]["detail"] == []
+    for each, step in zip(looks["whole"]["step"], looks["blind"]["step"], strict=True):
+        assert each["loss"] == step["loss"]
+        assert each["applied"] == step["applied"] > 0
+        assert set(each["stages"]) == set(STAGES)
+        assert each["busy"] > 0
+        assert each["target"] >= each["applied"] or each["phase"] == "dense"
+    sparse = [each for each in looks["whole"]["detail"] if each["phase"] == "sparse"]
+    assert [each["step"] for each in sparse] == [3, 4, 8, 9]
+    for each in sparse:
+        assert each["staleness"]["histogram"]["counts"]
+        assert sum(each["buckets"][0]["regions"]) == each["buckets"][0]["applied"]
+
+
+def test_the_summary_counts_kinds_and_faults(trainings: tuple[Any, Path]) -> None:
+    folder = trainings[1]
+    whole, parts = (
+        json.loads((folder / name / "summary.json").read_text()) for name in ("whole", "parts")
+    )
+    assert parts["kinds"] == whole["kinds"]  # of all parts together
+    assert {"recurrent", "convolution", "norm"} <= set(whole["kinds"])
+    assert sum(kind["numel"] for kind in whole["kinds"].values()) == whole["plan"]["parameters"]
+    for kind in whole["kinds"].values():
+        assert kind["elements"] == 7 * kind["numel"]  # three of ten steps are dense
+        assert 0 < kind["applied"] <= kind["elements"]
+    steps = read_records(folder / "parts")["step"]
+    assert parts["busy"] == pytest.approx(sum(step["busy"] for step in steps))
+    waited = sum(step["seconds"]["synchronise"] for step in steps)
+    assert parts["waited"] == pytest.approx(waited)
+    none = {"resumed": 0, "skipped_steps": 0, "discarded_steps": 0, "skipped_samples": 0}
+    assert (whole["faults"], parts["faults"]) == (none, {**none, "resumed": 2})
+
+
+def test_sums_of_an_earlier_version_are_taken_over(trainings: tuple[Any, Path]) -> None:
+    """One that has no sums of times, kinds and faults."""
+    new = {"busy", "waited", "skipped_steps", "discarded_steps", "kinds"}
+    saved = oktopk.checkpoint.read_shared(trainings[1] / "parts" / "checkpoint")["of_run"]
+    assert new <= saved.keys()
+    old = Sums(**{name: value for name, value in saved.items() if name not in new})
+    meters = Meters(1, {})
+    meters.go_on(old)
+    assert (meters.of_run.steps, meters.of_run.kinds, meters.of_run.busy) == (10, {}, 0.0)
 
 
 def test_a_folder_is_not_overwritten(trainings: tuple[Any, Path]) -> None:

@@ -73,9 +73,9 @@ def with_everything() -> dict[str, Any]:
 def stopped_and_resumed() -> dict[str, bool]:
     """Ten steps at once, and ten with breaks in the middle of an epoch and at its end."""
 
-    def run(name: str, steps: int, resume: str = "") -> Trainer:
+    def run(name: str, steps: int, resume: str = "", detail_every: int = 4) -> Trainer:
         values = {"schedule": "anneal", "warmup_steps": 3, "density": 0.05, "refresh_interval": 2}
-        return train(name, max_steps=steps, resume=resume, **values)
+        return train(name, max_steps=steps, resume=resume, detail_every=detail_every, **values)
 
     whole = run("whole", 10)
     run("parts", 4)
@@ -89,6 +89,7 @@ def stopped_and_resumed() -> dict[str, bool]:
         "same": all(gather(_equal(*states))),
         "sums": whole.meters.of_run.loss == parts.meters.of_run.loss
         and parts.meters.of_run.steps == 10,
+        "blind": _equal(states[0][0], run("blind", 10, detail_every=0).net.state_dict()),
     }
 
 

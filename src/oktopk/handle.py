@@ -103,7 +103,7 @@ class Handle:
                 residual and gradient, and memory for one more gradient.
             sample: elements of each bucket whose staleness is followed in every step.
         """
-        return self.start().inspect(callback, due, sample)
+        return self.reducer.inspect(callback, due, sample)
 
     def set_trainer(self, trainer: Any) -> None:
         """Append to the trainer's `sparsities`, `compression_ratios`, `communication_sizes`."""

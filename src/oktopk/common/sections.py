@@ -42,6 +42,8 @@ class Option:
     below: float | None = None
     most: float | None = None
     path: bool = False
+    several: bool = False
+    """Whether the value may have several of the choices, with spaces or commas between them."""
 
     @property
     def kind(self) -> type:
@@ -63,8 +65,9 @@ class Option:
             return "a finite number"
         if isinstance(value, str) and ("\0" in value or _broken(value)):
             return "text in UTF-8: rename it"
-        if self.choices and value not in self.choices:
-            return f"one of {', '.join(self.choices)}"
+        names = words(value) if self.several else [value]
+        if self.choices and not set(names) <= set(self.choices):
+            return f"{'some' if self.several else 'one'} of {', '.join(self.choices)}"
         if self.above is not None and not value > self.above:
             return f"above {self.above}: the default is {self.default}"
         if self.least is not None and value < self.least:
@@ -81,7 +84,8 @@ def option(default: Any, help: str, **more: Any) -> Any:
     """A field of a section.
 
     Args:
-        more: fields of `Option`: `choices`, limits, `path`, and `name` if it is not the field's.
+        more: fields of `Option`: `choices`, limits, `path`, `several`, and `name` if it is not the
+            field's.
     """
     return dataclasses.field(default=default, metadata={"help": help, **more})
 
@@ -125,6 +129,11 @@ def _options(section: Any) -> Mapping[str, Option]:
         facts = {"name": each.name, **each.metadata}
         found[facts["name"]] = Option(each.name, hints[each.name], each.default, **facts)
     return found
+
+
+def words(value: str) -> list[str]:
+    """The parts of an option that may have several."""
+    return value.replace(",", " ").split()
 
 
 def flag(name: str) -> str:

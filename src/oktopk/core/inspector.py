@@ -28,7 +28,7 @@ from .transport import Transport
 
 SAMPLE = 4096
 """Elements of each bucket whose staleness is followed."""
-_FRACTION_BITS = 7
+_FRACTION_BITS = 8
 """Of a magnitude, to tell the halves of an octave apart."""
 
 
@@ -165,10 +165,9 @@ def magnitudes_of(values: Tensor, dense: bool = False) -> Magnitudes:
     counts = kernels.histogram(values, 0, shift, 8 * dtype.itemsize - 1 - shift)
     found: Counter[int] = Counter()
     for digit in counts.nonzero().flatten().tolist():
-        # The middle of a digit's range is in the same half of an octave as nearly all of it.
-        middle = from_bits((digit << shift) + (1 << shift - 1), dtype)
-        if digit and math.isfinite(middle):  # digit 0 has zeros, and the tiniest denormals
-            found[math.floor(2 * math.log2(middle))] += int(counts[digit])
+        least = from_bits(digit << shift, dtype)
+        if 0 < least < math.inf:  # digit 0 has zeros, and the tiniest denormals
+            found[math.floor(2 * math.log2(least))] += int(counts[digit])
     lowest = min(found, default=0)
     bins = range(lowest, max(found) + 1) if found else ()
     return Magnitudes(lowest, tuple(found[each] for each in bins))

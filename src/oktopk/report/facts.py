@@ -135,8 +135,10 @@ def _value(
         return Value(NOTHING)
     if len(subject.runs) == 1:
         return Value(show(numbers[0]), note(subject.first))
-    spread = show(statistics.stdev(numbers)) if len(numbers) > 1 else NOTHING
-    return Value(show(statistics.fmean(numbers)), f"± {spread} over {plural(len(numbers), 'run')}")
+    text = show(statistics.fmean(numbers))
+    if len(numbers) > 1:
+        text += f" ± {show(statistics.stdev(numbers))}"
+    return Value(text, f"mean of {plural(len(numbers), 'run')}")
 
 
 def _metrics(subjects: Sequence[Subject]) -> list[Fact]:

@@ -67,17 +67,16 @@ def band(curves: Sequence[Points], most: int) -> Band | None:
     places = max(len(curve.step) for curve in curves)
     edges = np.linspace(0, last + 1, min(most, places) + 1)
     step, seconds, value = (
-        _stacked([_binned(curve, getattr(curve, name), edges) for curve in curves])
+        np.stack([_binned(curve, getattr(curve, name), edges) for curve in curves])
         for name in ("step", "seconds", "value")
     )
     kept = np.isfinite(value).any(axis=0)
     step, seconds, value = step[:, kept], seconds[:, kept], value[:, kept]
     mean = Points(*(np.nanmean(each, axis=0) for each in (step, seconds, value)))
-    return Band(mean, np.nanstd(value, axis=0))
-
-
-def _stacked(rows: Sequence[Array]) -> Array:
-    return np.stack(rows)
+    counts = np.isfinite(value).sum(axis=0)
+    # Runs are a sample of all that there could be; one alone has no spread.
+    spread = np.nanstd(value, axis=0) * np.sqrt(counts / np.maximum(counts - 1, 1))
+    return Band(mean, spread)
 
 
 def _binned(curve: Points, of: Array, edges: Array) -> Array:

@@ -2,10 +2,10 @@
 
     config.toml         the final configuration; `oktopk train --config` reads it
     environment.json    versions and the machine, of the process that ran last
-    metrics.jsonl       one line a step and one an epoch, from the first to the last
+    metrics.jsonl       one line a step, a look into a step and an epoch, from first to last
     train.log           messages, with the time
     summary.json        the outcome, once there is one
-    tensorboard/        the same metrics for TensorBoard
+    tensorboard/        the same metrics for TensorBoard; see reporters.py
     checkpoint/         written by the trainer
 
 A run that is killed and resumed has each step in `metrics.jsonl` exactly once. Steps after the
@@ -20,7 +20,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,7 +30,6 @@ from ..common.errors import UserError
 from ..common.format import byte_size, duration, number, percent, plural, toml
 from ..common.values import parse, read
 from ..common.version import version_of
-from ..workloads.base import Example
 from .config.config import Config
 from .folders import CHECKPOINT, writing
 from .metrics_file import METRICS, drop_from
@@ -47,7 +45,6 @@ class RunFolder:
 
     Args:
         path: made if it is not there. A folder that has metrics of another run is refused.
-        tensorboard: write event files for TensorBoard too.
         resume_step: the step of the checkpoint that a resumed run goes on from. 0 begins again and
             drops all records in the folder.
         resume_epoch: the epoch that it goes on with.
@@ -57,17 +54,13 @@ class RunFolder:
         self,
         path: str | os.PathLike[str],
         *,
-        tensorboard: bool = True,
         resume_step: int | None = None,
         resume_epoch: int = 1,
     ) -> None:
         self.path = Path(path)
-        self._wants_tensorboard = tensorboard
         self._resume_step = resume_step
         self._resume_epoch = resume_epoch
         self._metrics: IO[str] | None = None
-        self._board: Any = None
-        self._excepthook = threading.excepthook
         self._log = _LogFile()
 
     def started(self, plan: Plan) -> None:
@@ -97,8 +90,6 @@ class RunFolder:
             f"dense until step {min(plan.dense_steps, plan.steps)}"
             + (f", weights from {plan.weights_from}" if plan.weights_from else "")
         )
-        if self._wants_tensorboard:
-            self._open_tensorboard()
 
     def _check_names(self) -> None:
         """Find out now whether the files at the end of training can be written."""
@@ -111,16 +102,6 @@ class RunFolder:
 
     def stepped(self, record: StepRecord) -> None:
         self._record("step", record)
-        scalars = {
-            "train/loss": record.loss,
-            "train/lr": record.lr,
-            "train/grad_norm": record.grad_norm,
-            "communication/sparsity": record.sparsity,
-            "communication/ratio": record.compression_ratio,
-            "communication/bytes_sent": record.bytes_sent,
-        }
-        scalars |= {f"time/{part}": seconds for part, seconds in record.seconds.items()}
-        self._scalars(scalars, record.step)
 
     def detailed(self, record: DetailRecord) -> None:
         self._record("detail", record)
@@ -130,13 +111,6 @@ class RunFolder:
 
     def epoch_ended(self, record: EpochRecord) -> None:
         self._record("epoch", record)
-        # Counted as the epoch's last step, which a checkpoint at its end does not purge.
-        step = record.steps - 1
-        scalars = {f"validation/{name}": value for name, value in record.validation.items()}
-        self._scalars({"epoch/loss": record.loss, **scalars}, step)
-        if self._board is not None and record.examples:
-            with writing(self.path):
-                self._board.add_text("validation/examples", _markdown(record.examples), step)
         validation = "".join(f", {key} {number(x)}" for key, x in record.validation.items())
         self._log.note(
             f"epoch {record.epoch}, step {record.steps}: loss {number(record.loss)}"
@@ -159,15 +133,10 @@ class RunFolder:
 
     def close(self) -> None:
         metrics, self._metrics = self._metrics, None
-        board, self._board = self._board, None
         # An error in writing was reported when the record was made.
         with suppress(OSError):
             if metrics is not None:
                 metrics.close()
-        if board is not None:
-            with suppress(OSError):
-                board.close()
-            threading.excepthook = self._excepthook
         self._log.close()
 
     def _record(self, kind: str, record: StepRecord | DetailRecord | EpochRecord) -> None:
@@ -176,36 +145,6 @@ class RunFolder:
         line = json.dumps({"kind": kind, **dataclasses.asdict(record)}, allow_nan=False)
         with writing(self.path):
             self._metrics.write(line + "\n")
-
-    def _scalars(self, scalars: dict[str, float], step: int) -> None:
-        if self._board is not None:
-            with writing(self.path):
-                for name, value in scalars.items():
-                    self._board.add_scalar(name, value, step)
-
-    def _open_tensorboard(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            log.warning(
-                "no files for TensorBoard are written: `pip install tensorboard` gets it, "
-                "--tensorboard False does without"
-            )
-            return
-        self._excepthook, threading.excepthook = threading.excepthook, self._thread_failed
-        try:
-            with writing(self.path):
-                self._board = SummaryWriter(
-                    str(self.path / "tensorboard"), purge_step=self._resume_step, flush_secs=10
-                )
-        except UserError:
-            threading.excepthook = self._excepthook
-            raise
-
-    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """TensorBoard writes in a thread; when that fails, our next call of it raises the same."""
-        if not isinstance(failure.exc_value, OSError):
-            self._excepthook(failure)
 
 
 def environment(plan: Plan) -> dict[str, Any]:
@@ -287,16 +226,6 @@ class _LogFile:
             log.removeHandler(logging.lastResort)
             log.setLevel(self._level)
             self._level = None
-
-
-def _markdown(examples: tuple[Example, ...]) -> str:
-    """A table, with a row for each example."""
-    labels = list(examples[0])
-    rows = ([example.get(label) or "(nothing)" for label in labels] for example in examples)
-    cells = (
-        " | ".join(row).replace("\n", "<br>") for row in [labels, ["---"] * len(labels), *rows]
-    )
-    return "\n".join(f"| {row} |" for row in cells)
 
 
 def _json(content: Any) -> bytes:

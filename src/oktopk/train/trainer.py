@@ -39,6 +39,7 @@ from .model import (
 from .optimizers import learning_rate, make_optimizer
 from .page import Page
 from .records import DetailRecord, EpochRecord, Observer, Outcome, Plan, StepRecord
+from .reporters import check_reporters, reporters
 from .run_folder import RunFolder, times_resumed
 from .step import Diverged, train_step
 
@@ -65,6 +66,7 @@ class Trainer:
         self.compression_ratios: list[float] = []
         self.communication_sizes: list[int] = []
 
+        attempt(lambda: check_reporters(config.run, self.rank))
         torch.manual_seed(config.run.seed)
         self.workload = make_workload(config, self.device, local_rank)
         self.net = self.workload.model.to(self.device)
@@ -106,14 +108,16 @@ class Trainer:
         self.observers: Sequence[Observer] = ()
         if self.rank == 0:
             # A run that was to be resumed may have ended before its first checkpoint.
+            resume_step = self.step if config.run.resume else None
             kept = RunFolder(
                 self.folder,
-                tensorboard=config.run.tensorboard,
-                resume_step=self.step if config.run.resume else None,
+                resume_step=resume_step,
                 resume_epoch=self.epoch,
             )
+            others = reporters(config.run, self.folder, resume_step)
             page = (Page(self.folder),) if config.run.page else ()
-            self.observers = (View(), kept, *page) if observers is None else observers
+            told: Sequence[Observer] = (View(), kept, *others, *page)
+            self.observers = told if observers is None else observers
 
     def run(self) -> Outcome | None:
         """Train to the end. Rank 0 gets the outcome."""

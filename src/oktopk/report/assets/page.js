@@ -35,7 +35,7 @@
     made.template = structuredClone(templates[theme()]);
     made.uirevision = axis; // a zoom outlives everything but the switch
     if (touch.matches) made.dragmode = false; // a finger scrolls the page
-    if (printing) made.width = printed;
+    if (printing) made.width = printed; else made.autosize = true;
     return made;
   }
 
@@ -52,6 +52,7 @@
       each.open = now || each.dataset.open === "yes";
     }
     drawAll();
+    if (!now) places.forEach((place) => Plotly.Plots.resize(place)); // it would keep the paper's width
   }
 
   for (const input of document.querySelectorAll("input[name=axis]")) {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...common.errors import UserError
-from ...common.sections import Section, flag, option
+from ...common.sections import Section, flag, option, words
 from ...workloads import WORKLOADS, workload_for
 from ...workloads.base import WorkloadConfig
 
@@ -55,7 +55,28 @@ class Run(Section):
         "Steps between looks into a step: magnitudes, thresholds, regions, staleness; 0: none.",
         least=0,
     )
-    tensorboard: bool = option(True, "Write event files for TensorBoard.")
+    report_to: str = option(
+        "",
+        "Where series also go: tensorboard, wandb, trackio, several of them, or none. By default "
+        "tensorboard, if it is installed.",
+        choices=("tensorboard", "wandb", "trackio", "none"),
+        several=True,
+    )
+    tensorboard: bool = option(
+        True, "Write event files for TensorBoard; False leaves it out of --report-to."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "none" in (names := words(self.report_to)) and len(names) > 1:
+            raise UserError(f"--report-to is {self.report_to}: none goes with no other name")
+
+    @property
+    def reporters(self) -> tuple[str, ...]:
+        """The names in --report-to, or its default."""
+        left_out = ("none",) if self.tensorboard else ("none", "tensorboard")
+        names = dict.fromkeys(words(self.report_to or "tensorboard"))
+        return tuple(name for name in names if name not in left_out)
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,12 @@ def spell(arguments: Sequence[str]) -> list[str]:
 
     `--compression` may be followed by a value or by something else, which argparse cannot tell
     apart; here it becomes `--compression=true`, and `--no-compression` becomes
-    `--compression=false`.
+    `--compression=false`. `--report-to` takes all choices that follow it.
     """
     kinds = {flag(name): owned[0][1].kind for name, owned in options().items()}
+    several = {
+        flag(name): owned[0][1].choices for name, owned in options().items() if owned[0][1].several
+    }
     other = ("--config", "--help")
     negations = {f"--no-{name[2:]}": name for name, kind in kinds.items() if kind is bool}
     spelled, rest = [], list(arguments)
@@ -158,6 +161,11 @@ def spell(arguments: Sequence[str]) -> list[str]:
         elif kinds.get(name) is bool and not equals:
             is_value = bool(rest) and rest[0].lower() in WORDS
             spelled.append(f"{name}={rest.pop(0) if is_value else 'true'}")
+        elif name in several and not equals and rest and not rest[0].startswith("--"):
+            taken = [rest.pop(0)]
+            while rest and rest[0] in several[name]:
+                taken.append(rest.pop(0))
+            spelled.append(f"{name}={' '.join(taken)}")
         else:
             spelled.append(name + equals + value)
     return spelled
