@@ -77,7 +77,7 @@ def test_a_cell_is_a_configuration_of_train() -> None:
     )
     first, second = (cell.config(found.setting) for cell in found.cells())
     shared: dict[str, Any] = {"width": 64, "clip": 2.0, "max_steps": 30, "data_dir": "book.txt"}
-    shared |= {"nworkers": 3, "seed": 9, "warmup_steps": 7, "tensorboard": False, "page": False}
+    shared |= {"nworkers": 3, "seed": 9, "warmup_steps": 7, "report_to": "none", "page": False}
     assert first == recipe("text", **shared, compressor="oktopk", wire="int4", lr=0.5)
     assert second == recipe("text", **shared, compressor="gaussiank", sigma_scale=3.0)
 

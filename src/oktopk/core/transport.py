@@ -34,7 +34,7 @@ _STEPS = (1 << 24) - 1
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The second is its name before torch 2.13."""
 _recent: deque[tuple[Tensor, ...]] = deque(maxlen=8)
-"""Small tensors of the last collectives; see `settle`."""
+"""Tensors of the last collectives; see `settle`. Large ones are those that steps keep anyway."""
 
 
 @atexit.register

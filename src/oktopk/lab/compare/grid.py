@@ -141,7 +141,7 @@ def _base(args: argparse.Namespace) -> Config:
         if key in _INSTEAD:
             raise UserError(f"--set {part}: write it as {_INSTEAD[key]}")
     # Event files take a second of every cell's start, and a page one of its end.
-    values: dict[str, Any] = {"tensorboard": False, "page": False}
+    values: dict[str, Any] = {"report_to": "none", "page": False}
     values |= read_settings("--set", args.set, known)
     flags = ("data_dir", "max_epochs", "max_steps")
     values |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
