@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
 import math
 from collections.abc import Callable
@@ -211,6 +212,25 @@ def test_count_and_bytes_over_200_drifting_steps(ranks: Ranks) -> None:
     assert max(counts) <= 1.5
     mean_bytes = sum(sent for history in histories for _, sent in history[:64]) / (4 * 64)
     assert mean_bytes <= 6 * 2000 * 4 * 3 / 4
+
+
+def calls(rank: Rank) -> int:
+    numel = 100_000
+    reduce = oktopk.SparseAllreduce(oktopk.OkTopk(0.02), numel, rank.group)
+    gradient = drifting_on(rank, 0, numel)
+    for _ in range(8):
+        reduce(gradient)
+    counts = []
+    for _ in range(8):
+        profile = cProfile.Profile()
+        profile.runcall(reduce, gradient)
+        counts.append(sum(entry.callcount for entry in profile.getstats()))
+    return min(counts)
+
+
+def test_a_steady_step_is_150_calls_or_so(ranks: Ranks) -> None:
+    """benchmarks/step.py prints the number. It holds back the training thread."""
+    assert max(ranks.run(2, calls)) <= 165
 
 
 # --- types -----------------------------------------------------------------------------------
