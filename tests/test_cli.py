@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import oktopk
@@ -269,6 +269,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 @given(configs())
+@example(Config.of(pretrain="--"))
 def test_a_config_survives_the_command_line(wanted: Config) -> None:
     line = [f"{flag(name)}={value}" for name, value in wanted.as_dict().items()]
     assert config(line) == wanted

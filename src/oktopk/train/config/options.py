@@ -174,7 +174,9 @@ def spell(arguments: Sequence[str]) -> list[str]:
 def build(arguments: argparse.Namespace) -> tuple[Config, frozenset[str]]:
     """The configuration, and the names of the options that the user gave a value."""
     known = options()
-    flags = {name: value for name, value in vars(arguments).items() if name in known}
+    # Before Python 3.13, argparse makes [] of the value `--`.
+    given_flags = {name: "--" if value == [] else value for name, value in vars(arguments).items()}
+    flags = {name: value for name, value in given_flags.items() if name in known}
     if (positional := arguments.recipe_given) is not None:
         if flags.get("recipe", positional) != positional:
             raise UserError(f"two recipes, {positional} and {flags['recipe']}: which one is it?")
