@@ -78,6 +78,9 @@ QUICK = {
     "test_cost": "test_the_model_* test_it_* test_a_message_* test_real_ranks*[dense-int8-3] "
     "test_one_rank_* test_mistakes_* test_ok_topk_*",
     "test_plan": "test_a_table_* test_json_* test_a_mistake_* test_sizes_* test_sentences",
+    "test_simulate": "test_simulated_ranks_equal_real_ones[oktopk-3] "
+    "test_simulated_ranks_equal_real_ones[topka-3] test_the_ring_adds_in_gloos_order[5-4096] "
+    "test_a_message_* test_many_* test_fair_* test_an_error_* test_ranks_that_* test_mistakes_of_*",
     "test_lab": "test_links_limit_the_rate test_ranks_know_their_place test_mistakes* test_rates* "
     "test_loopback*",
     # command line, launchers, package

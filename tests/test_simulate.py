@@ -399,8 +399,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [cell["size"] for cell in kept["cells"]] == [2, 2, 2, 5, 5, 5]
     by_name = {(cell["algorithm"], cell["size"]): cell for cell in kept["cells"]}
     topka, dense = by_name["topka:wire=plain", 5], by_name["dense", 5]
-    # 4-byte indexes and values, of k entries, to each other rank; and a head for each message.
-    assert 0 <= topka["bytes_mean"] - 8 * 400 * 4 < 200
+    # To each other rank: 4-byte indexes and values of k entries, a head, and three numbers.
+    assert topka["bytes_mean"] == (8 * 400 + 40 + 3 * 8) * 4
     assert topka["words"] == pytest.approx(topka["bytes_mean"] / 4 / (400 * 4 / 5))
     assert dense["bytes_mean"] == 2 * 80_000 * 4 / 5
     assert dense["seconds"] > topka["seconds"] > 2 * 50e-6

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 
-from ...cost.schedule import Schedule
+from ...cost.schedule import Numbers, Schedule
 
 OFF = -1
 """The number of a message that is not recorded."""
@@ -70,5 +70,5 @@ class Recorder:
         )
 
 
-def _copy(numbers: array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _copy(numbers: array[int]) -> Numbers:
     return np.array(numbers, np.int64)

@@ -7,6 +7,7 @@ sender's memory to the receiver's. As with Gloo, it is made when both sides are 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -45,7 +46,6 @@ class World:
         self._left = size
         """Ranks that have not ended."""
         self._error: BaseException | None = None
-        self._guilty = 0
         self._posted: dict[tuple[int, int], deque[Message]] = {}
         """Messages, by sender and receiver, of which only one side is ready."""
         self._meeting: dict[int, Any] = {}
@@ -66,7 +66,6 @@ class World:
             except _Ended:
                 pass
             except BaseException as error:
-                self._guilty = rank
                 self.fail(error)
 
         threads = [
@@ -92,17 +91,12 @@ class World:
             raise self._error
         return [results[rank] for rank in range(self.size)]
 
-    @property
-    def guilty(self) -> int:
-        """The rank that failed first."""
-        return self._guilty
-
     def fail(self, error: BaseException) -> None:
         """End all ranks, each as soon as it waits."""
         if self._error is None:
             self._error = error
         for turn in self._turns:
-            if turn.locked():
+            with contextlib.suppress(RuntimeError):  # it has been released already
                 turn.release()
 
     def _pass_on(self) -> None:
