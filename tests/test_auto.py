@@ -51,12 +51,14 @@ def kind_of(reason: str) -> str:
 
 
 def decided(
-    rank: Rank, auto: oktopk.Auto, dense: float, sparse: float, exchange: float, late: float
+    rank: Rank, auto: oktopk.Auto, dense: float, sparse: float, exchange: float, differ: bool
 ) -> tuple[str, str]:
-    """What follows from times of a round; on all ranks but the last one they are longer."""
-    wait = late if rank.rank < rank.size - 1 else 0.0
-    seconds = {"dense": [dense + wait] * 4, "sparse": [sparse + wait] * 6}
-    seconds["exchange"] = [exchange + wait] * 6
+    """What follows from times of a round. On one rank steps are as given. If times differ, others
+    have shorter ones, by which they would decide otherwise, and longer exchanges."""
+    other = differ and rank.rank != 1
+    seconds = {"dense": [dense / (rank.rank + 3 if other else 1)] * 4}
+    seconds["sparse"] = [sparse / (2 if other else 1)] * 6
+    seconds["exchange"] = [exchange * (2 if other else 1)] * 6
     saved = {"sparse": True, "wire": "int8", "count": 8, "seconds": seconds}
     chooser = Chooser(auto, 1_000_000, saved)
     running = chooser.begin(20, Transport(rank.group))
@@ -77,8 +79,8 @@ def decided(
         (0.02, 0.002, 0.0, {}, "", "Dense("),  # too short
     ],
 )
-@pytest.mark.parametrize("late", [0.0, 0.5])
-def test_times_decide_and_waiting_for_a_late_rank_does_not(
+@pytest.mark.parametrize("differ", [False, True])
+def test_times_decide_on_all_ranks_alike(
     ranks: Ranks,
     dense: float,
     sparse: float,
@@ -86,10 +88,10 @@ def test_times_decide_and_waiting_for_a_late_rank_does_not(
     options: dict[str, Any],
     says: str,
     runs: str,
-    late: float,
+    differ: bool,
 ) -> None:
     auto = oktopk.Auto(**options)
-    answers = ranks.run(3, decided, auto, dense, sparse, exchange, late)
+    answers = ranks.run(3, decided, auto, dense, sparse, exchange, differ)
     assert len(set(answers)) == 1
     reason, running = answers[0]
     assert reason.startswith(says)

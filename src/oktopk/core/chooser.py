@@ -4,8 +4,8 @@ A round is a block of dense steps and a block of steps of Ok-Topk. Its end is a 
 which all ranks gather the times of all ranks. So they decide alike, whatever their clocks say.
 Decisions take effect when a step begins, because the step before can then no longer be taken back.
 
-Of each step the shortest time of any rank counts, from its first gradient to its last average. That
-is the rank that came last: the times of the others include waiting for it.
+Of each step the longest time of any rank counts, from its first gradient to its last average. It
+includes waiting for the rank that came last, which may be late because others compute on its cores.
 """
 
 from __future__ import annotations
@@ -200,12 +200,17 @@ class Chooser:
             log.info("auto: %s", reason)
 
     def _gather(self, transport: Transport) -> dict[str, list[float]]:
-        """For each step the shortest time of all ranks. Collective."""
+        """For each step the longest time of all ranks, but of exchanges the shortest: the others
+        include waiting. Collective."""
         own = [second for times in self._seconds.values() for second in times]
         row = torch.tensor(own, dtype=torch.float64, device=transport.device)
         rows = [each.tolist() for each in transport.all_gather(row)]
-        least = iter([min(column) for column in zip(*rows, strict=True)])
-        return {name: [next(least) for _ in times] for name, times in self._seconds.items()}
+        columns = zip(*rows, strict=True)
+        found = {}
+        for name, times in self._seconds.items():
+            pick = min if name == "exchange" else max
+            found[name] = [pick(next(columns)) for _ in times]
+        return found
 
     def _wire_for(self, sparse: float, exchange: float, size: int) -> str:
         """The more exact format, if it costs next to nothing, by the cost model.
