@@ -415,7 +415,8 @@ def test_nodes_and_calls_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
 
     alone = milliseconds("--call", "0")
     assert milliseconds("--call", "1ms") > alone + 4
-    assert milliseconds("--call", "0", "--ranks-per-node", "4") > alone
+    # 6 messages of three ranks share a link, instead of 4 of one.
+    assert milliseconds("--call", "0", "--ranks-per-node", "3") > alone
     assert milliseconds("--call", "0", "--bandwidth", "10gbit") < alone
 
 
@@ -509,7 +510,7 @@ def record(rank: Rank, hook: str, folder: str) -> None:
     space: dict[str, Any] = {}
     exec(hook, space)
     model.register_comm_hook(rank.group, space["record"])
-    for step in range(5):
+    for step in range(41):
         generator = torch.Generator().manual_seed(10 * step + rank.rank)
         model(torch.randn(4, 30, generator=generator)).square().mean().backward()
     torch.save(space["gradients"], f"{folder}/gradients-{rank.rank}.pt")

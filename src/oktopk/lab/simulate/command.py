@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     _network(args, 2)
     source = _source(args)
     sizes = sorted(set(args.nworkers))
-    _check_memory(source.numel, args.density, max(sizes))
     cells: list[Cell] = []
     print(_title(args, source), flush=True)
     try:
@@ -136,18 +135,23 @@ def _source(args: argparse.Namespace) -> Source:
     from .gradients import Noise, Recorded
 
     if args.gradients in _SHAPES:
-        return Noise(args.gradients, args.numel or _NUMEL, args.seed)
+        numel = args.numel or _NUMEL
+        _check_memory(args, numel)
+        return Noise(args.gradients, numel, args.seed)
     path = Path(args.gradients)
     if path.suffix != ".pt":
         raise UserError(f"--gradients {args.gradients} must be {', '.join(_SHAPES)} or a file *.pt")
     if args.numel:
         raise UserError("--numel is of synthetic gradients: leave it out, the file says it")
-    return Recorded(path)
+    source = Recorded(path)
+    _check_memory(args, source.numel)
+    return source
 
 
-def _check_memory(numel: int, density: float, size: int) -> None:
+def _check_memory(args: argparse.Namespace, numel: int) -> None:
     """Each rank has three vectors, and may hold the entries of all ranks."""
-    needed = size * (12 * numel + 24 * density * numel * size)
+    size = max(args.nworkers)
+    needed = size * (12 * numel + 24 * args.density * numel * size)
     left = host.left()
     if left is not None and needed > left:
         raise UserError(
