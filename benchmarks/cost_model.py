@@ -1,12 +1,15 @@
 """Steps that `oktopk bench raw` measured, next to what the cost model predicts for them.
 
-    oktopk lab --hosts 2 --rate 1gbit -- oktopk plan --measure --save machine.json
+    oktopk lab --hosts 8 --rate 1gbit -- oktopk plan --measure --save machine.json
     oktopk bench raw --hosts 2 4 8 --rate 100mbit 500mbit 1gbit --numel 2700000 \\
-        --contenders topka gtopk oktopk --json results.json
+        --contenders topka gtopk oktopk --steps 6 --skip 4 --seconds 4 --json results.json
+    oktopk bench raw --hosts 2 4 8 --rate 100mbit 500mbit 1gbit --numel 27600000 \\
+        --contenders topka gtopk oktopk --steps 6 --skip 4 --seconds 4 --json results.json --append
     python benchmarks/cost_model.py results.json --machine machine.json --plot cost-model.svg
 
 Nothing is fitted to the results: constants are from the machine's file, and rates from the results'
-settings. Ranks of a race share the cores of one machine, and the model knows how many.
+settings. Ranks of a race share the cores of one machine, and the model knows how many. Eight ranks
+measure, so that the file also knows what waiting for a core takes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import parser_for, table
+from oktopk.common.errors import UserError
 from oktopk.common.flags import real
 from oktopk.cost import ALGORITHMS, Link, predict
 from oktopk.lab.bench import files, plots
@@ -81,7 +85,7 @@ def cells_of(path: Path, found: Calibration) -> list[Cell]:
         if result.setting.workload == "raw" and result.setting.bits and known(result)
     ]
     if not cells:
-        raise SystemExit(f"{path} has no results of oktopk bench raw on links with a rate")
+        raise UserError(f"{path} has no results of oktopk bench raw on links with a rate")
     return cells
 
 
@@ -93,7 +97,7 @@ def prediction(result: Result, found: Calibration) -> float:
     """Seconds of a step, from the setting alone."""
     setting, contender = result.setting, parse(result.contender, training=False)
     assert setting.bits is not None
-    assert found.link is not None
+    assert found.link is not None  # it is from a file
     density, wire = 1.0, "float32"
     if contender.sparse:
         options = {"density": result.density} if result.density else {}
@@ -159,4 +163,7 @@ def draw(cells: Sequence[Cell], within: float, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"cost_model.py: {error}") from None

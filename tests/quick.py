@@ -68,6 +68,9 @@ QUICK = {
     "test_bench": "test_a_contender_* test_every_algorithm_and_all_* test_a_wrong_spec_* "
     "test_the_slowest_rank_counts* test_a_whole_file_is_reported* "
     "test_raw_results_have_their_schema",
+    "test_cost": "test_the_model_* test_it_* test_a_message_* test_real_ranks*[dense-int8-3] "
+    "test_one_rank_* test_mistakes_* test_ok_topk_*",
+    "test_plan": "test_a_table_* test_json_* test_a_mistake_* test_sizes_* test_sentences",
     "test_lab": "test_links_limit_the_rate test_ranks_know_their_place test_mistakes* test_rates* "
     "test_loopback*",
     # command line, launchers, package

@@ -18,10 +18,10 @@ from oktopk.cost.algorithms import AIM, CAPACITY, WITHOUT_WIRE
 from oktopk.cost.patterns import IN_FLIGHT
 from oktopk.kernels.plan import rooms
 from oktopk.wire.codecs import CODECS
-from oktopk.wire.message import Wire
+from oktopk.wire.message import Entries, Wire
 from ranks import Rank, Ranks
 
-NUMEL = 40_000
+NUMEL = 100_000
 LINK, MACHINE = Link(1e8, 1e-4), Machine()
 SPARSE = [name for name in ALGORITHMS if name not in WITHOUT_WIRE]
 
@@ -31,7 +31,7 @@ whole = st.integers(1, 10**7)
 ranks_of = st.integers(1, 200)
 
 
-def cost(name: str, numel: int = NUMEL, k: int = 800, size: int = 4, wire: str = "int8") -> Cost:
+def cost(name: str, numel: int = NUMEL, k: int = 2000, size: int = 4, wire: str = "int8") -> Cost:
     return predict(name, numel, k, size, wire, LINK, MACHINE)
 
 
@@ -69,7 +69,7 @@ def test_a_message_has_the_bytes_of_the_wire(wire: str, count: int, gaps: int) -
     indices[-1] = span - 1
     indices[0] = 0 if count > 1 else span - 1
     values = torch.randn(count)
-    entries = oktopk.algorithms.base.Entries(indices, values)
+    entries = Entries(indices, values)
     message, _ = Wire(wire, torch.int32, torch.float32).encode(entries)
     expected = span if count > 1 else 1
     assert sizes.message(wire, count, expected) == message.numel()
@@ -93,8 +93,10 @@ def counted(rank: Rank, name: str, wire: str, density: float, steps: int) -> tup
         reduce(torch.randn(NUMEL, generator=random) * torch.randn(NUMEL, generator=random).exp_())
         assert reduce.last is not None
         sent.append((reduce.last.bytes_sent, reduce.last.messages))
-    half = sent[steps // 2 :]
-    return sum(nbytes for nbytes, _ in half) / len(half), max(messages for _, messages in half)
+    # The published Ok-Topk looks for its threshold in some steps, with more messages.
+    fewest = min(messages for _, messages in sent)
+    steady = [nbytes for nbytes, messages in sent[steps // 2 :] if messages == fewest]
+    return sum(steady) / len(steady), fewest
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -105,13 +107,13 @@ def test_real_ranks_send_the_bytes_that_are_predicted(
 ) -> None:
     found = ranks.run(size, counted, name, wire, 0.02, 16)
     sent = sum(nbytes for nbytes, _ in found) / size
-    # Gaussiank sends 2/3 to 4/3 of k. The published Ok-Topk looks for its threshold now and then.
-    tolerance = {"gaussiank": 0.35, "oktopk-variable": 0.15}.get(name, 0.04)
+    # Gaussiank sends 2/3 to 4/3 of k, and the published Ok-Topk gathers 0.9 k to 1.5 k sums.
+    tolerance = {"gaussiank": 0.35, "oktopk-variable": 0.1}.get(name, 0.04)
     assert cost(name, size=size, wire=wire).bytes_sent == pytest.approx(sent, rel=tolerance)
 
 
 def test_real_ranks_send_the_messages_that_are_predicted(ranks: Ranks) -> None:
-    for name in ("dense", "oktopk"):
+    for name in ("dense", "topka", "topkdsa", "gaussiank", "oktopk", "oktopk-variable"):
         found = ranks.run(3, counted, name, "int8", 0.02, 4)
         assert cost(name, size=3).messages == max(messages for _, messages in found)
 

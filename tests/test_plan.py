@@ -147,7 +147,6 @@ def test_a_damaged_machine_is_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     for broken, problem in (
         ("{", "is not JSON"),
         ("[]", "was not written by this version"),
-        (good.replace('"element"', '"elephant"').replace("element", ""), "damaged|not written"),
         (re.sub(r'"rate": [\d.e+]+', '"rate": -1', good), "is damaged: rate is -1"),
         (re.sub(r'"pick": [\d.e-]+', '"pick": "much"', good), "is damaged: machine.pick"),
     ):
@@ -251,9 +250,9 @@ def test_measuring_finds_this_machine_and_saves_it(
 
 
 def test_ranks_of_a_job_measure_their_own_link(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    flags = ["-m", "oktopk", "plan", "--measure", "--save", str(path), "--params", "1e6"]
-    done = torchrun(flags)
+    script, path = tmp_path / "plan.py", tmp_path / "machine.json"
+    script.write_text("import sys\nfrom oktopk.cli import main\nsys.exit(main(sys.argv[1:]))\n")
+    done = torchrun(script, "plan", "--measure", "--save", path, "--params", "1e6")
     assert done.count("Recommendation:") == 1  # rank 0 alone answers
     found = calibration.load(path)
     assert "the 2 ranks of this job" in found.source

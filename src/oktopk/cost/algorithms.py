@@ -167,19 +167,23 @@ def gtopk(case: Case) -> Cost:
 
     bytes: 2 (P-1)/P m(k, n), the mean over ranks; the busiest rank sends and receives
         2 log2(P) m
-    seconds: offer + 2 log2(P) (m / R + 2 L + 2 wait + k decode)
-        + log2(P) (k encode + 2k merge) + write
+    seconds: offer + 2 log2(P) (m / R + 2 L + wait + k decode)
+        + log2(P) (k encode + k/2 apply + 2k merge) + write
+
+    A message follows right behind its size, so both wait for a core once. Rounding errors are
+    applied to the residual.
     """
     k, size, ranks, m = case.k, case.size, case.ranks, case.ranks.machine
     nbytes = message(case.wire, k, case.numel, added=1) + 8  # a size goes ahead
     total = case.offer(exact=True) + case.write(k, k)
     for link, pairs in ranks.levels():
-        up = case.code(encoded=k, decoded=k, active=pairs) + case.compute(2 * k * m.merge, pairs)
+        joined = case.compute(k * m.apply / 2 + 2 * k * m.merge, pairs)
+        up = case.code(encoded=k, decoded=k, active=pairs) + joined
         down = case.code(decoded=k, active=pairs)
         hop = Cost(
             compute=ranks.calls(2, pairs),
-            transfer=ranks.travel(nbytes, link, 2 * pairs),
-            latency=2 * (link.latency + m.wait(2 * pairs, size)),
+            transfer=max(ranks.copying(nbytes, 2 * pairs), nbytes / link.rate),
+            latency=2 * link.latency + m.wait(2 * pairs, size),
             bytes_sent=nbytes * pairs / size,
             messages=2,
         )

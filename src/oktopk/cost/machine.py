@@ -59,42 +59,41 @@ class Nodes:
 class Machine:
     """How fast a rank computes with one thread, in seconds. `oktopk plan --measure` finds these.
 
-    The defaults were measured on two cores of a virtual machine (AMD EPYC, 2026). They are CPU
-    numbers.
+    The defaults are rounded from measurements on a virtual machine with two cores (AMD EPYC, 2026).
     """
 
-    element: float = 0.5e-9
+    element: float = 0.33e-9
     """An element: add the gradient to the residual, and compare with the threshold."""
-    scan: float = 0.2e-9
+    scan: float = 0.03e-9
     """An element of a region: look whether its sum is to be selected."""
-    clear: float = 0.15e-9
+    clear: float = 0.07e-9
     """An element of the average: set to zero."""
-    pick: float = 10e-9
+    pick: float = 6e-9
     """An entry: pick it as one of the k largest candidates."""
-    encode: float = 8e-9
+    encode: float = 3e-9
     """An entry: write it to a message."""
-    decode: float = 5e-9
+    decode: float = 2.7e-9
     """An entry: read it from a message."""
-    reduce: float = 3e-9
+    reduce: float = 7.5e-9
     """An entry: add it to a sum."""
-    apply: float = 6e-9
+    apply: float = 7e-9
     """An entry: write its average, and clear it from the residual."""
-    merge: float = 15e-9
+    merge: float = 42e-9
     """An entry of two lists: merge them, and keep the k largest (gTopk)."""
-    dense: float = 0.15e-9
+    dense: float = 0.06e-9
     """A byte: sum two vectors of float32."""
-    copy: float = 0.5e-9
+    copy: float = 0.6e-9
     """A byte: hand it to the network, and take another one from it."""
-    step: float = 0.3e-3
+    step: float = 0.5e-3
     """A step: everything that does not grow with the gradient."""
-    message: float = 50e-6
+    message: float = 75e-6
     """A message to one rank: its call."""
     turn: float = 1.5e-3
     """Where ranks share a core: how long a message waits for it, for each rank beyond one."""
-    crowd: float = 1.4
+    crowd: float = 1.5
     """How many times as long as its bytes an all-to-all takes between many ranks: streams that meet
     at a link do not share it evenly, and the last one ends late."""
-    again: float = 1e-9
+    again: float = 1.1e-9
     """An element: look for the exact threshold, where the carried one finds too few entries."""
     duplex: bool = False
     """Whether the two messages of a pair of ranks travel at the same time, as on NCCL. On Gloo they

@@ -1,8 +1,8 @@
 """The patterns of communication: what each costs, for P ranks that all take part.
 
-L is the latency of a link and R its rate. A rank sends and receives at the same time. A machine
-needs `copy` seconds for each byte that it sends and receives, while bytes travel. So a transfer is
-as slow as the slower of both: seconds a byte = max(1/R, copy * ranks that share a core).
+L is the latency of a link and R its rate. A rank sends and receives at the same time. While bytes
+travel, a core is busy with them for `copy` seconds a byte. So no transfer is faster than its bytes
+times copy times the ranks that share a core.
 
 With nodes, r ranks of a node share the node's link.
 """
@@ -48,14 +48,14 @@ class Ranks:
         """Of the slowest link on the way."""
         return max(self.inside.latency, self.link.latency) if self.crosses else self.inside.latency
 
-    def travel(self, nbytes: float, link: Link, active: float | None = None) -> float:
-        """bytes * max(1/R, copy * ranks that share a core)
+    def copying(self, nbytes: float, active: float | None = None) -> float:
+        """Seconds in which a core is busy with bytes that travel.
 
         Args:
             active: ranks that send or receive at the same time; all unless given.
         """
-        shared = self.machine.shared_by(self.size if active is None else active, self.size)
-        return nbytes * max(1 / link.rate, self.machine.copy * shared)
+        ranks = self.size if active is None else active
+        return nbytes * self.machine.copy * self.machine.shared_by(ranks, self.size)
 
     def all_to_all(self, nbytes: float) -> Cost:
         """Every rank sends a message of m bytes to every other, all in one collective.
@@ -71,10 +71,12 @@ class Ranks:
         others = self.size - 1
         if not others:
             return Cost()
-        transfer = self.travel((self.here - 1) * nbytes, self.inside)
-        if self.crosses:
-            leaving = self.here * (self.size - self.here) * nbytes
-            transfer = max(transfer, self.travel(leaving, self.link))
+        leaving = self.here * (self.size - self.here) * nbytes
+        transfer = max(
+            self.copying(others * nbytes),
+            (self.here - 1) * nbytes / self.inside.rate,
+            leaving / self.link.rate,
+        )
         crowd = 1.0 if others == 1 else self.machine.crowd
         slower = max(crowd, 1.0 if self.machine.duplex else 1 + 1 / others)
         return Cost(
@@ -108,11 +110,12 @@ class Ranks:
         if self.size == 1:
             return Cost()
         steps, sent = 2 * (self.size - 1), 2 * nbytes * (self.size - 1) / self.size
-        transfer = self.travel(sent, self.inside)
-        if self.crosses:
-            transfer = max(transfer, self.travel(sent, self.link))
+        slowest = min(self.inside.rate, self.link.rate) if self.crosses else self.inside.rate
         return Cost(
-            transfer=transfer, latency=steps * self.latency, bytes_sent=math.ceil(sent), messages=1
+            transfer=max(self.copying(sent), sent / slowest),
+            latency=steps * self.latency,
+            bytes_sent=math.ceil(sent),
+            messages=1,
         )
 
     def levels(self) -> list[tuple[Link, int]]:

@@ -203,9 +203,7 @@ def _question(args: argparse.Namespace, found: Calibration) -> Question:
     numel = args.params or (config.workload.elements() if config else 0)
     size: int = args.nworkers or (config.launch.nworkers if config else None) or 8
     inside = _shape(args.inside_bandwidth, args.inside_latency)
-    machine = found.machine
-    if args.ranks_per_core:
-        machine = dataclasses.replace(machine, ranks_a_core=args.ranks_per_core)
+    machine = dataclasses.replace(found.machine, ranks_a_core=args.ranks_per_core or 1.0)
     if args.backend == "nccl":
         machine = dataclasses.replace(machine, duplex=True, copy=0.0, dense=0.0)
     nodes = None
