@@ -141,7 +141,8 @@ class SparseAllreduce(Reduction):
             running = self.algorithm if chooser is None else chooser.running
             problem = self.problem(state, running)
         if not problem:
-            common = self.agreed(state, running) + ("" if chooser is None else chooser.agreed())
+            common = self.agreed(state, running)
+            common += "" if chooser is None else f", {chooser.agreed()}"
         with self._transport.together(Operation.LOAD):
             self._transport.agree(problem, common, "load the state of the same step")
         self.restore(state, running)
