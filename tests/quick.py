@@ -73,7 +73,8 @@ QUICK = {
     "test_raw_results_have_their_schema",
     "test_compare": "test_knobs* test_a_cell_is* test_values* test_commas* test_seeds* "
     "test_a_mistake_is_one_line* test_quantiles* test_the_interval* test_differences* test_one_* "
-    "test_tables* test_the_target* test_progress* test_the_reason* test_without_a_baseline* test_notes*",
+    "test_tables* test_the_target* test_progress* test_the_reason* "
+    "test_without_a_baseline* test_notes*",
     "test_lab": "test_links_limit_the_rate test_ranks_know_their_place test_mistakes* test_rates* "
     "test_loopback*",
     # command line, launchers, package
