@@ -136,7 +136,7 @@ def _value(
     if len(subject.runs) == 1:
         return Value(show(numbers[0]), note(subject.first))
     text = show(statistics.fmean(numbers))
-    if len(numbers) > 1:
+    if len(set(numbers)) > 1:
         text += f" ± {show(statistics.stdev(numbers))}"
     return Value(text, f"mean of {plural(len(numbers), 'run')}")
 
