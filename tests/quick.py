@@ -74,7 +74,8 @@ QUICK = {
     "test_raw_results_have_their_schema",
     "test_compare": "test_knobs* test_a_cell_is* test_values* test_commas* test_seeds* "
     "test_a_mistake_is_one_line* test_quantiles* test_the_interval* test_differences* test_one_* "
-    "test_tables* test_the_target* test_progress* test_without_a_baseline* test_notes*",
+    "test_tables* test_the_target* test_progress* test_the_reason* "
+    "test_without_a_baseline* test_notes*",
     "test_cost": "test_the_model_* test_it_* test_a_message_* test_real_ranks*[dense-int8-3] "
     "test_one_rank_* test_mistakes_* test_ok_topk_*",
     "test_plan": "test_a_table_* test_json_* test_a_mistake_* test_sizes_* test_sentences",

@@ -27,7 +27,7 @@ from oktopk.lab.compare.folder import Folder
 from oktopk.lab.compare.grid import Cell, Grid, Variant, check
 from oktopk.lab.compare.progress import GridProgress
 from oktopk.lab.compare.results import CellRecord, Comparison, compare
-from oktopk.lab.compare.running import Step
+from oktopk.lab.compare.running import Step, reason
 from oktopk.lab.compare.setting import Links, Setting
 from oktopk.lab.compare.statistics import Difference, Measure, half_width, student_quantile
 from oktopk.lab.compare.trained import Result, Trained
@@ -423,6 +423,32 @@ def test_progress_is_bars_on_a_terminal(monkeypatch: Any) -> None:
     assert "1/3" in shown
     assert "step 40/50, loss 2.500; 1m51s left" in shown
     assert "[3/3] oktopk-seed2: training loss 1.500" in shown
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "why"),
+    [
+        ("[1] hello\noktopk: error: --lr is 0\nterminate called\n", -signal.SIGABRT, "--lr is 0"),
+        ("oktopk: error: --lr is 0\n", 2, "--lr is 0"),
+        ("hello\n", -signal.SIGKILL, "rank 3 was ended by SIGKILL: if memory ran out"),
+        ("hello\n", -signal.SIGSEGV, "rank 3 was ended by SIGSEGV ("),
+        ("oktopk: worker 3 failed\nTraceback\nValueError: x\n", 1, "rank 3 failed: ValueError: x"),
+        ("", 7, "rank 3 failed: exit code 7"),
+        ("hello\n", None, "no step came for too long"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line(
+    said: str, code: int | None, why: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "console.log"
+    before = "oktopk: error: of an earlier attempt\n"
+    log.write_text(before + said)
+    found = reason(log, len(before), 3, code)
+    assert found.startswith(why)
+    assert "\n" not in found
 
 
 # Real grids.

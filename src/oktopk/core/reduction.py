@@ -156,7 +156,7 @@ class Reduction:
     @property
     def target(self) -> int:
         """k, the number of entries that the next step applies."""
-        return self.numel if self.dense else self.algorithm.target(self.numel, self._now.taken)
+        return self.numel if self.dense else self.running.target(self.numel, self._now.taken)
 
     def sum_with(self, gradient: Sequence[Tensor], factor: float) -> Tensor:
         """residual + gradient, as the next step has it, in new memory. Nothing changes."""

@@ -85,7 +85,7 @@ class Run:
             ranks = _start(hosts, self.links, folder)
             failed = _wait(ranks, folder, tell, self.timeout)
         if failed is not None:
-            raise CellError(_reason(log, begin, *failed))
+            raise CellError(reason(log, begin, *failed))
         if not is_complete(folder):
             raise CellError(f"it ended without a summary; {log} may say why")
 
@@ -173,21 +173,26 @@ class _Watch:
         return None
 
 
-def _reason(log: Path, begin: int, rank: int, code: int | None) -> str:
-    """One line that says why a rank failed."""
+def reason(log: Path, begin: int, rank: int, code: int | None) -> str:
+    """One line that says why a rank failed.
+
+    Args:
+        begin: where this attempt begins in the log.
+        code: its exit code; None if no step came for too long.
+    """
+    with open(log, "rb") as file:
+        file.seek(begin)
+        lines = file.read().decode(errors="replace").splitlines()
+    mistake = "oktopk: error: "
+    for line in lines:  # one rank tells; the others may die of its end in any way
+        if line.startswith(mistake):
+            return line.removeprefix(mistake)
     if code is None:
         return f"no step came for too long; --timeout gives more time, {log} may say more"
     if code < 0:
         name = signal.Signals(-code).name
         more = ": if memory ran out, a smaller batch_size helps" if name == "SIGKILL" else ""
-        return f"rank {rank} was ended by {name}{more}"
-    with open(log, "rb") as file:
-        file.seek(begin)
-        lines = file.read().decode(errors="replace").splitlines()
-    mistake = "oktopk: error: "
-    for line in lines:
-        if line.startswith(mistake):
-            return line.removeprefix(mistake)
+        return f"rank {rank} was ended by {name}{more} ({log} may say more)"
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f"rank {rank} failed: {last or f'exit code {code}'} ({log} has all)"
 
