@@ -24,7 +24,7 @@ class InProcess(Transport):
         self.group, self._handle = None, None
         self.rank, self.size = rank, world.size
         self.device = torch.device("cpu")
-        self.point = None
+        self.point = self.counter = None
         self._world = world
         self.reset()
 
