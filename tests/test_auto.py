@@ -367,6 +367,10 @@ def damaged(rank: Rank, change: dict[str, Any], says: str) -> None:
         ({"wire": "int5"}, r'\["wire"\] is "int5", but must be a wire format'),
         ({"count": -1}, r'\["count"\] is -1, but must be a whole number'),
         ({"seconds": {"dense": [], "sparse": [], "exchange": []}}, "lacks times"),
+        (
+            {"sparse": False, "seconds": {"dense": [], "sparse": [], "exchange": []}},
+            "lacks times",
+        ),
         ({"more": 1}, "does not belong there"),
     ],
 )

@@ -122,6 +122,8 @@ def test_sizes_of_models(text: str, value: int) -> None:
         ("--params 1e9 --save machine.json", "--save keeps what --measure finds: add --measure"),
         ("--params 1e9 --machine nowhere.json", "--machine nowhere.json: No such file"),
         ("--params 1e9 --measure --machine x.json", "leave out --measure, or --machine"),
+        ("--measure --plot plan.svg", "--plot draws a prediction: name a recipe"),
+        ("--params 10 --buckets 11", "--buckets 11 is more than 10 parameters"),
         ("--params 1e9 --plot plan.txt", "--plot plan.txt must end in .svg or .png"),
         ("--params 1e9 --measure --save nowhere/x.json", "--save nowhere/x.json cannot be written"),
         ("--params 1e9 --ranks-per-core 0.5", "0.5 is not a number of at least 1"),
@@ -201,14 +203,16 @@ def test_sentences() -> None:
     hopeless = question(machine=Machine(pick=1.0, copy=0.0))
     found = answer.answer(hopeless)
     assert found.break_even == NEVER
-    assert "never faster than dense" in answer.break_even_sentence(found)
+    assert "never faster than dense" in answer.break_even_sentence(hopeless, found)
     assert "compression takes longer than it saves" in answer.recommendation(hopeless, found)
     dense = question(algorithms=["dense"])
     found = answer.answer(dense)
-    assert answer.break_even_sentence(found) == ""
+    assert answer.break_even_sentence(dense, found) == ""
     assert "Recommendation: dense" in answer.recommendation(dense, found)
     alone = question(size=1)
-    assert "nobody" in answer.recommendation(alone, answer.answer(alone))
+    found = answer.answer(alone)
+    assert "nobody" in answer.recommendation(alone, found)
+    assert answer.break_even_sentence(alone, found) == ""
 
 
 def test_curves_reach_4096_ranks_and_400_gbit(tmp_path: Path) -> None:

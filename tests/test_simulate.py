@@ -426,6 +426,7 @@ def test_nodes_and_calls_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nworkers", "1"], "--nworkers: 1 is not a whole number of at least 2"),
         (["--algorithms", "oktop"], "did you mean oktopk?"),
         (["--algorithms", "fp16"], "only algorithms of this library can be simulated"),
+        (["--algorithms", "auto"], "simulate what it chooses from, dense and oktopk"),
         (["--algorithms", "topka:wire=int5"], "wire is 'int5'"),
         (["--gradients", "nose"], "must be noise, skewed, apart or a file *.pt"),
         (["--gradients", "missing.pt"], "--gradients missing.pt: No such file"),

@@ -67,8 +67,9 @@ def _whole(value: Any) -> str | None:
     if wrong or value["reason"]:
         return wrong
     dense, sparse, exchange = (len(value["seconds"][name]) for name in KINDS)
-    begun = value["sparse"] and value["count"] > _LEAD
-    if sparse != exchange or (value["sparse"] and not dense) or (begun and not sparse):
+    begun = value["count"] > _LEAD
+    lacks = (not dense or begun and not sparse) if value["sparse"] else begun and not dense
+    if sparse != exchange or lacks:
         return '["seconds"] lacks times'
     return None
 

@@ -185,9 +185,9 @@ def recommendation(question: Question, found: Answer) -> str:
     )
 
 
-def break_even_sentence(found: Answer) -> str:
-    """In words; empty if no row is sparse."""
-    if found.sparse is None or found.break_even is None:
+def break_even_sentence(question: Question, found: Answer) -> str:
+    """In words; empty if no row is sparse, or if there is one rank."""
+    if question.size == 1 or found.sparse is None or found.break_even is None:
         return ""
     name = found.sparse.name
     if found.break_even == ALWAYS:

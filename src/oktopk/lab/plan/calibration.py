@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...common.errors import UserError
+from ...common.errors import UserError, printable
 from ...common.values import build, parse, plain, read
 from ...cost import Link, Machine
 from ..bench.files import check_writable, replacing
@@ -59,4 +59,4 @@ def load(path: Path) -> Calibration:
         found = build(_Kept, kept)
     except ValueError as error:
         raise UserError(f"--machine {path} is damaged: {error}; measure it anew") from None
-    return Calibration(found.machine, found.link, f"{found.source}, from {path}")
+    return Calibration(found.machine, found.link, printable(f"{found.source}, from {path}"))

@@ -168,6 +168,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--save keeps what --measure finds: add --measure")
     if args.measure and (here := place()) and here.size < 2:
         raise UserError("--measure needs two ranks to see the link: start more, or none")
+    if args.plot and not args.params and not args.recipe:
+        raise UserError("--plot draws a prediction: name a recipe, or the size of a model")
     if args.machine and args.measure:
         raise UserError("--machine uses an earlier measurement: leave out --measure, or --machine")
     for flag, names, known in (
@@ -205,6 +207,8 @@ def _calibration(args: argparse.Namespace, here: Place | None) -> Calibration:
 def _question(args: argparse.Namespace, found: Calibration) -> Question:
     config = recipe(args.recipe) if args.recipe else None
     numel = args.params or (config.workload.elements() if config else 0)
+    if args.buckets and args.buckets > numel:
+        raise UserError(f"--buckets {args.buckets} is more than {plural(numel, 'parameter')}")
     size: int = args.nworkers or (config.launch.nworkers if config else None) or 8
     inside = _shape(args.inside_bandwidth, args.inside_latency)
     machine = dataclasses.replace(found.machine, ranks_a_core=args.ranks_per_core or 1.0)
@@ -254,7 +258,7 @@ def _report(question: Question, found: Calibration, result: Answer) -> list[str]
         lines.append("without --step-seconds, ms is of the reduction alone")
     rows = [_cells(row) for row in result.rows]
     lines += ["", *table([list(rows[0]), *(list(row.values()) for row in rows)]), ""]
-    sentences = (recommendation(question, result), break_even_sentence(result))
+    sentences = (recommendation(question, result), break_even_sentence(question, result))
     return [*lines, *filter(None, sentences)]
 
 

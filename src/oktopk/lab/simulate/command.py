@@ -128,6 +128,11 @@ def _algorithm(spec: str) -> contenders.Contender:
     contender = contenders.parse(spec, training=False)
     if contender.name in contenders.HOOKS:
         raise UserError(f"--algorithms {spec}: only algorithms of this library can be simulated")
+    if contender.name == "auto":
+        raise UserError(
+            f"--algorithms {spec}: auto measures seconds, which simulated ranks do not "
+            "take; simulate what it chooses from, dense and oktopk"
+        )
     return contender
 
 
