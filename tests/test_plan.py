@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from launch import torchrun
 from oktopk.cli import main
+from oktopk.common.errors import UserError
 from oktopk.common.host import cores
 from oktopk.cost import Link, Machine
 from oktopk.lab.plan import answer, calibration, command
