@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from launch import torchrun
 from oktopk.cli import main
+from oktopk.common.errors import UserError
 from oktopk.common.host import cores
 from oktopk.cost import Link, Machine
-from oktopk.lab.plan import answer, calibration
+from oktopk.lab.plan import answer, calibration, command
 from oktopk.lab.plan.answer import ALWAYS, NEVER, Question
 from oktopk.lab.plan.calibration import Calibration
 from oktopk.lab.plan.command import elements
@@ -257,6 +259,23 @@ def test_ranks_of_a_job_measure_their_own_link(tmp_path: Path) -> None:
     found = calibration.load(path)
     assert "the 2 ranks of this job" in found.source
     assert found.machine.ranks_a_core == max(1.0, 2 / len(cores()))
+
+
+def test_a_rank_alone_cannot_measure_a_link(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="--measure needs two ranks"):
+        _run("--measure")
+    assert capsys.readouterr().out == ""
+
+
+def _run(*flags: str) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    command.run(parser.parse_args(flags))
 
 
 def test_kernels_are_measured_in_processor_time() -> None:

@@ -166,6 +166,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("name a recipe, or the size of a model: --params 1.3e9")
     if args.save and not args.measure:
         raise UserError("--save keeps what --measure finds: add --measure")
+    if args.measure and (here := place()) and here.size < 2:
+        raise UserError("--measure needs two ranks to see the link: start more, or none")
     if args.machine and args.measure:
         raise UserError("--machine uses an earlier measurement: leave out --measure, or --machine")
     for flag, names, known in (

@@ -174,11 +174,11 @@ def _seconds(job: Callable[[], object], clock: Clock = time.process_time) -> flo
 def _latency() -> tuple[float, float]:
     """Seconds of an exchange of 8 bytes: between two ranks, and between all."""
     size = dist.get_world_size()
-    pair = dist.new_group([0, 1]) if size > 2 else None
-    alone = _exchange(pair, 2) if dist.get_rank() < 2 and size > 1 else 0.0
+    ends = sorted({0, size - 1})  # of several machines, the first and the last
+    pair = dist.new_group(ends)
+    alone = _exchange(pair, len(ends)) if dist.get_rank() in ends else 0.0
     dist.barrier()
-    together = _exchange(None, size)
-    return _slowest(alone), together
+    return _slowest(alone), _exchange(None, size)
 
 
 def _exchange(group: dist.ProcessGroup | None, size: int) -> float:
