@@ -109,7 +109,7 @@ def ring(rank: int, numel: int, sum_up: Callable[[Tensor], None]) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("numel", [1, 7, 4096, 1_000_003])
+@pytest.mark.parametrize("numel", [1, 7, 4096, 1_000_003, 2_800_001])
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_the_ring_adds_in_gloos_order(ranks: Ranks, size: int, numel: int) -> None:
     """Also where chunks are empty, and where segments are limited in size."""
