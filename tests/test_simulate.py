@@ -30,6 +30,7 @@ from oktopk.lab.simulate.transport import InProcess
 from oktopk.lab.simulate.world import StuckError, World
 from ranks import Rank, Ranks
 from test_contract import (
+    LONG,
     ROWS,
     Case,
     Steps,
@@ -108,7 +109,7 @@ def ring(rank: int, numel: int, sum_up: Callable[[Tensor], None]) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("numel", [1, 7, 4096, 1_000_003])
+@pytest.mark.parametrize("numel", [1, 7, 4096, 1_000_003, 2_800_001])
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_the_ring_adds_in_gloos_order(ranks: Ranks, size: int, numel: int) -> None:
     """Also where chunks are empty, and where segments are limited in size."""
@@ -117,18 +118,21 @@ def test_the_ring_adds_in_gloos_order(ranks: Ranks, size: int, numel: int) -> No
     assert {bits(tensor) for tensor in here} == set(ranks.run(size, summed, numel))
 
 
-PROMISES = [("drifting", 20_011, 0.02, 30), ("disjoint", 3001, 0.5, 4), ("outlier", 101, 0.02, 4)]
+THRESHOLDS = ("oktopk", "oktopk-variable", "gtopk")
+"""Algorithms whose counts could leave k in the long run."""
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_contract_of_64_ranks(name: str) -> None:
     """Conservation, agreement, count and bytes, where no machine has as many ranks."""
-    for pattern, numel, density, steps in PROMISES:
-        keep_promises(64, name, Case(pattern, numel, density, "float32", steps, "int8"))
+    steps = LONG if name in THRESHOLDS else 4
+    keep_promises(64, name, Case("drifting", 6007, 0.02, "float32", steps, "int8"))
+    keep_promises(64, name, Case("disjoint", 3001, 0.5, "float32", 3, "int8"))
+    keep_promises(64, name, Case("outlier", 101, 0.02, "float32", 3, "int8"))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", ["oktopk", "oktopk-variable", "gtopk"])
+@pytest.mark.parametrize("name", THRESHOLDS)
 def test_the_contract_of_many_ranks_with_few_elements(name: str, pattern: str) -> None:
     """k < P, n < P and k = n."""
     for numel, density in ((5, 0.5), (1009, 0.001), (331, 1.0)):
@@ -171,7 +175,7 @@ def keep_promises(size: int, name: str, case: Case) -> None:
     check_agreement(steps)
     check_counts(ROWS[name], steps)
     check_steady(ROWS[name], case, steps)
-    if algorithm.target(numel) >= size:  # below, heads of messages are most of the bytes
+    if algorithm.target(numel) >= 4 * size:  # below, heads of messages are most of the bytes
         check_bytes(name, case, size, steps)
 
 

@@ -20,10 +20,9 @@ _SEGMENT = 1 << 20
 
 def segments(size: int, nbytes: int, itemsize: int) -> tuple[int, int]:
     """Bytes of a segment of Gloo's ring, and segments of a rank's chunk: two or more."""
-    wanted = min(-(-nbytes // (2 * size)), itemsize * (_SEGMENT // itemsize))
-    segment = -(-wanted // itemsize) * itemsize
-    count = max(-(-nbytes // segment), 2 * size)
-    return segment, -(-count // size)
+    most = itemsize * (_SEGMENT // itemsize)
+    count = -(-max(-(-nbytes // most), 2 * size) // size)
+    return -(-nbytes // (count * size * itemsize)) * itemsize, count
 
 
 def sum_in_ring(tensors: Sequence[Tensor]) -> None:
