@@ -67,9 +67,10 @@ def _whole(value: Any) -> str | None:
     if wrong or value["reason"]:
         return wrong
     dense, sparse, exchange = (len(value["seconds"][name]) for name in KINDS)
-    begun = value["count"] > _LEAD
-    lacks = (not dense or begun and not sparse) if value["sparse"] else begun and not dense
-    if sparse != exchange or lacks:
+    later, begun = value["sparse"], value["count"] > _LEAD
+    no_dense = (later or begun) and not dense
+    no_sparse = later and begun and not sparse
+    if sparse != exchange or no_dense or no_sparse:
         return '["seconds"] lacks times'
     return None
 

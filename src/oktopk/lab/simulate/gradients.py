@@ -106,8 +106,9 @@ def _read(path: Path) -> list[Tensor]:
             f"--gradients {path} is not a file that torch.save wrote, or holds more than tensors "
             f"({type(error).__name__}: {reason})"
         ) from None
-    gradients = list(found) if isinstance(found, list | tuple | Tensor) else []
-    if not gradients or not all(isinstance(each, Tensor) for each in gradients):
+    rows = isinstance(found, list | tuple) or (_ordinary(found) and found.ndim > 0)
+    gradients = list(found) if rows else []
+    if not gradients or not all(map(_ordinary, gradients)):
         raise UserError(
             f"--gradients {path} must hold a list of tensors, one for each gradient, or a tensor "
             "with a gradient in each row"
@@ -124,3 +125,8 @@ def _read(path: Path) -> list[Tensor]:
             f"--gradients {path}: gradients must be real numbers, without NaN or infinity"
         )
     return [each.float() for each in flat]
+
+
+def _ordinary(value: object) -> bool:
+    """Whether it is a tensor with all its elements in memory."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
