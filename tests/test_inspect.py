@@ -239,6 +239,34 @@ def test_a_sample_tells_about_all(ranks: Ranks) -> None:
     assert 0 < sum(later.histogram.counts) < sum(every.histogram.counts)
 
 
+def loaded(rank: Rank) -> tuple[Any, ...]:
+    """The staleness of steps after a state was loaded, in a run that looked before, and in one that
+    begins to look then."""
+    found = []
+    for before in (True, False):
+        model, handle = attached(rank, OKTOPK)
+        optimizer = sgd(model, momentum=0.0)
+        run(rank, model, optimizer, range(4))
+        saved, details = handle.state_dict(), list[Detail]()
+        if before:
+            handle.inspect(details.append, lambda step: step == 9)
+            run(rank, model, optimizer, range(4, 10))
+        weights = [p.detach().clone() for p in net().parameters()]
+        torch._foreach_copy_([p.data for p in model.parameters()], weights)
+        handle.load_state_dict(saved)
+        if not before:
+            handle.inspect(details.append, lambda step: step == 9)
+        run(rank, model, optimizer, range(4, 10))
+        found.append(details[-1].staleness)
+    return tuple(found)
+
+
+def test_a_state_may_be_loaded_under_inspection(ranks: Ranks) -> None:
+    for again, anew in ranks.run(2, loaded):
+        assert again == anew
+        assert again.max < 10
+
+
 def wrapped(rank: Rank) -> tuple[list[int], dict[str, Any]]:
     """Through the optimizer wrapper; a second inspection replaces the first."""
     model = net()
