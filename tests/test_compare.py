@@ -90,7 +90,7 @@ def test_values_come_from_the_recipe_unless_they_are_given() -> None:
 
 
 def test_commas_stand_between_compressors_and_between_their_options() -> None:
-    words = ["dense,oktopk:wire=int4,lr=0.002,gtopk", "topka"]
+    words = ["Dense, OkTopk:wire=int4,lr=0.002,gtopk", "topka"]
     assert grid.split(words) == ["dense", "oktopk:wire=int4,lr=0.002", "gtopk", "topka"]
 
 
