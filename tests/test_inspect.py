@@ -267,6 +267,37 @@ def test_a_state_may_be_loaded_under_inspection(ranks: Ranks) -> None:
         assert again.max < 10
 
 
+def taken_back(rank: Rank) -> list[Any]:
+    """Staleness where step 6 is discarded, by the loop and by a subscriber, and taken again."""
+    found = []
+    for by_subscriber in (False, True):
+        model, handle = attached(rank, OKTOPK)
+        optimizer, left = sgd(model, momentum=0.0), [1]
+
+        def discard(stats: oktopk.StepStats, handle: Any = handle, left: list[int] = left) -> None:
+            if stats.step == 6 and left:
+                left.clear()
+                handle.discard()
+
+        if by_subscriber:
+            handle.subscribe(discard)
+        handle.inspect(lambda detail: None, lambda step: False, sample=10**6)
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of_type(model, step, rank.rank, torch.float32).backward()
+            if step != 6:
+                optimizer.step()
+            elif not by_subscriber:
+                handle.discard()
+        found.append(handle.stats().staleness)
+    return found
+
+
+def test_a_subscriber_may_discard_under_inspection(ranks: Ranks) -> None:
+    for by_loop, by_subscriber in ranks.run(2, taken_back):
+        assert by_loop == by_subscriber
+
+
 def wrapped(rank: Rank) -> tuple[list[int], dict[str, Any]]:
     """Through the optimizer wrapper; a second inspection replaces the first."""
     model = net()
