@@ -90,7 +90,7 @@ def test_values_come_from_the_recipe_unless_they_are_given() -> None:
 
 
 def test_commas_stand_between_compressors_and_between_their_options() -> None:
-    words = ["dense,oktopk:wire=int4,lr=0.002,gtopk", "topka"]
+    words = ["Dense, OkTopk:wire=int4,lr=0.002,gtopk", "topka"]
     assert grid.split(words) == ["dense", "oktopk:wire=int4,lr=0.002", "gtopk", "topka"]
 
 
@@ -114,6 +114,7 @@ def test_seeds_are_counted_or_named(text: str, seeds: Sequence[int]) -> None:
         ("text --compressors oktpk", "unknown 'oktpk'; did you mean oktopk?"),
         ("--compressors dense text", "the recipe comes first"),
         ("text --compressors oktopk:", "no options follow the colon"),
+        ("text --compressors ,", "--compressors has no name"),
         ("text --compressors oktopk:widht=3", "there is no option 'widht'"),
         ("text --compressors dense:density=0.1", "dense has no density"),
         ("text --compressors oktopk:lr=much", "lr must be a number, not 'much'"),
@@ -125,6 +126,7 @@ def test_seeds_are_counted_or_named(text: str, seeds: Sequence[int]) -> None:
         ("text --sigma-scales 0", "0 is not above 0"),
         ("text --seeds 0", "--seeds 0: take 1 to"),
         ("text --seeds 1,x", "--seeds 1,x: write how many"),
+        ("text --seeds -1", "--seeds -1: write how many"),
         ("text --seeds 1,-2", "each is a whole number"),
         ("text --seeds 9999 --warmups 1,2,3", "at most 10000 are trained"),
         ("text --set widht=3", "there is no 'widht'; did you mean width?"),
@@ -570,6 +572,8 @@ def test_a_cell_of_other_settings_is_never_overwritten(
         ("summary.json", None, 0, "1 cell of 4 not finished"),
         ("metrics.jsonl", "{}\n{}\n", 2, "line 1 of "),
         ("metrics.jsonl", None, 0, "1 cell of 4 not finished"),
+        ("metrics.jsonl", "a step less", 2, "has 7 steps, but the run took 8"),
+        ("metrics.jsonl", "no total", 2, "has no total seconds"),
         ("environment.json", "[]", 2, "environment.json is damaged"),
         ("config.toml", "lr = ", 2, "and the cell is trained anew"),
     ],
@@ -586,6 +590,11 @@ def test_damaged_cells_are_told(
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     path = folder / "cells" / "dense-seed2" / file
+    lines = path.read_text().splitlines(keepends=True)
+    if content == "a step less":
+        content = "".join(lines[1:])
+    elif content == "no total":
+        content = "".join(lines).replace('"total": ', '"all": ')
     path.unlink()
     if content is not None:
         path.write_text(content)
@@ -614,6 +623,24 @@ def test_a_longer_grid_reuses_cells_and_survives_one_that_fails(
     # Without it, all is well; nothing is trained.
     assert main([*line, "--compressors", "dense,oktopk"]) == 0
     assert _stamps(finished) == after
+
+
+def test_a_cell_that_cannot_be_written_does_not_stop_others(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "grid"
+    (folder / "cells").mkdir(parents=True)
+    (folder / "cells" / "dense-seed1").write_text("")
+    line = [*arguments(book, folder), "--compressors", "Dense", "--seeds", "2"]
+    assert main(line) == 1
+    said = capsys.readouterr()
+    assert "dense-seed1: File exists: make room, or move it away" in said.out
+    assert "Traceback" not in said.err
+    kept = json.loads((folder / "comparison.json").read_text())
+    assert {c["name"]: c["state"] for c in kept["cells"]} == {
+        "dense-seed1": "failed",
+        "dense-seed2": "finished",
+    }
 
 
 def test_a_mistake_that_took_no_step_can_be_corrected(

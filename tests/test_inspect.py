@@ -239,6 +239,65 @@ def test_a_sample_tells_about_all(ranks: Ranks) -> None:
     assert 0 < sum(later.histogram.counts) < sum(every.histogram.counts)
 
 
+def loaded(rank: Rank) -> tuple[Any, ...]:
+    """The staleness of steps after a state was loaded, in a run that looked before, and in one that
+    begins to look then."""
+    found = []
+    for before in (True, False):
+        model, handle = attached(rank, OKTOPK)
+        optimizer = sgd(model, momentum=0.0)
+        run(rank, model, optimizer, range(4))
+        saved, details = handle.state_dict(), list[Detail]()
+        if before:
+            handle.inspect(details.append, lambda step: step == 9)
+            run(rank, model, optimizer, range(4, 10))
+        weights = [p.detach().clone() for p in net().parameters()]
+        torch._foreach_copy_([p.data for p in model.parameters()], weights)
+        handle.load_state_dict(saved)
+        if not before:
+            handle.inspect(details.append, lambda step: step == 9)
+        run(rank, model, optimizer, range(4, 10))
+        found.append(details[-1].staleness)
+    return tuple(found)
+
+
+def test_a_state_may_be_loaded_under_inspection(ranks: Ranks) -> None:
+    for again, anew in ranks.run(2, loaded):
+        assert again == anew
+        assert again.max < 10
+
+
+def taken_back(rank: Rank) -> list[Any]:
+    """Staleness where step 6 is discarded, by the loop and by a subscriber, and taken again."""
+    found = []
+    for by_subscriber in (False, True):
+        model, handle = attached(rank, OKTOPK)
+        optimizer, left = sgd(model, momentum=0.0), [1]
+
+        def discard(stats: oktopk.StepStats, handle: Any = handle, left: list[int] = left) -> None:
+            if stats.step == 6 and left:
+                left.clear()
+                handle.discard()
+
+        if by_subscriber:
+            handle.subscribe(discard)
+        handle.inspect(lambda detail: None, lambda step: False, sample=10**6)
+        for step in range(10):
+            optimizer.zero_grad()
+            loss_of_type(model, step, rank.rank, torch.float32).backward()
+            if step != 6:
+                optimizer.step()
+            elif not by_subscriber:
+                handle.discard()
+        found.append(handle.stats().staleness)
+    return found
+
+
+def test_a_subscriber_may_discard_under_inspection(ranks: Ranks) -> None:
+    for by_loop, by_subscriber in ranks.run(2, taken_back):
+        assert by_loop == by_subscriber
+
+
 def wrapped(rank: Rank) -> tuple[list[int], dict[str, Any]]:
     """Through the optimizer wrapper; a second inspection replaces the first."""
     model = net()

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from browser import Browser
 from oktopk import cli
-from oktopk.report import RunSource, Table, write_page
+from oktopk.common.format import number
+from oktopk.lab.compare.trained import read_trained
+from oktopk.report import RunSource, Table, facts, write_page
 from oktopk.report.page import sections_of
 from oktopk.report.runs import Points, read_runs
 from oktopk.report.subjects import band, subjects_of
@@ -465,6 +467,24 @@ def test_runs_of_a_group_are_one_subject(run: Path, dense: Path) -> None:
     subjects = subjects_of(read_runs(sources))
     assert [(each.label, len(each.runs)) for each in subjects] == [("g", 2), ("dense", 1)]
     assert len({plot.key for section in sections_of(subjects) for plot in section.plots}) > 20
+
+
+def test_the_card_of_the_training_loss_is_that_of_compare(run: Path, tmp_path: Path) -> None:
+    short = make_run(tmp_path / "short", 1, dense_steps=0)
+    for folder in (run, short):
+        [subject] = subjects_of(read_runs([RunSource(folder)]))
+        [card] = [each for each in facts.summary([subject]) if each.title == "Training loss"]
+        result = read_trained(folder).result
+        assert card.values[0].text == number(result.training_loss)
+        assert card.note == (
+            f"mean of the last {result.window} steps" if result.window > 1 else "the last step"
+        )
+
+
+def test_a_card_of_a_group_keeps_its_note(run: Path) -> None:
+    sources = [RunSource(run, "a", "g"), RunSource(run, "b", "g")]
+    notes = {each.title: each.note for each in facts.summary(subjects_of(read_runs(sources)))}
+    assert notes["Compression"] == "fewer entries, dense steps included; mean of 2 runs"
 
 
 # the commands

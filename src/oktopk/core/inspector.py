@@ -103,6 +103,11 @@ class Inspector:
         for waits in self._waits:
             waits.rewind()
 
+    def begin_again(self) -> None:
+        """A state was loaded: waits until now say nothing about its residual and its steps."""
+        for waits in self._waits:
+            waits.begin()
+
     def staleness(self) -> Staleness | None:
         """Of all that was applied in sparse steps until now; None if everything is small."""
         step = self._buckets[0].reduction.steps - 1

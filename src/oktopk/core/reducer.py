@@ -488,6 +488,8 @@ class AllReducer:
             self.usage.stepped = True  # the last step can no longer be taken back
             if self.moments is not None:
                 self.moments.load(now["moments"], now["squares"])
+            if self._transaction.inspector is not None:
+                self._transaction.inspector.begin_again()
 
         self.peers.together(Operation.LOAD, put)
 

@@ -36,15 +36,19 @@ class Waits:
         device = bucket.reduction.device
         self._pieces = [(part, here.to(device)) for part, here in self._pieces]
         self._places = places.to(device)
-        waiting = bucket.reduction.residual[self._places] != 0
-        last = bucket.reduction.steps - 1
-        self._since = torch.where(waiting, _UNKNOWN, last)
-        """The last step after which an element did not wait."""
-        self._before = self._since
         self._counts = torch.zeros(_MOST + 1, dtype=torch.int64, device=device)
         """Waits of applied elements, by their length."""
         self._told = self._counts.clone()
         """The same when they were last taken."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to look, or begin again with another residual. Counts stay."""
+        reduction = self._bucket.reduction
+        waiting = reduction.residual[self._places] != 0
+        self._since = torch.where(waiting, _UNKNOWN, reduction.steps - 1)
+        """The last step after which an element did not wait."""
+        self._before = self._since
         self._last = self._nothing = (self._places[:0], self._places[:0])
 
     def after(self, step: int) -> None:

@@ -359,7 +359,7 @@ class Transaction:
             bytes_received=stats.bytes_received + self._transport.bytes_received,
             messages=stats.messages + self._transport.messages,
         )
-        self._events.report(stats)
         if self.inspector is not None and not self.skipped:
-            self.inspector.after()
+            self.inspector.after()  # first: a subscriber may take the step back
+        self._events.report(stats)
         return stats

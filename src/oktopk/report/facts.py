@@ -20,6 +20,7 @@ from ..common.format import (
     plural,
     ratio,
 )
+from ..lab.losses import window_of
 from ..train.config.config import sections
 from ..workloads import WORKLOADS, workload_for
 from .runs import Run
@@ -138,7 +139,9 @@ def _value(
     text = show(statistics.fmean(numbers))
     if len(set(numbers)) > 1:
         text += f" ± {show(statistics.stdev(numbers))}"
-    return Value(text, f"mean of {plural(len(numbers), 'run')}")
+    notes = {note(run) for run in subject.runs if of(run) is not None}
+    of_runs = f"mean of {plural(len(numbers), 'run')}"
+    return Value(text, f"{notes.pop()}; {of_runs}" if len(notes) == 1 else of_runs)
 
 
 def _metrics(subjects: Sequence[Subject]) -> list[Fact]:
@@ -174,13 +177,19 @@ def _best(name: str) -> Callable[[Run], str]:
 
 
 def _loss(run: Run) -> float | None:
-    if run.epochs:
-        return float(run.epochs[-1]["loss"])
-    return float(run.column("loss")[-20:].mean())
+    return float(run.column("loss")[-_window(run) :].mean())
 
 
 def _loss_note(run: Run) -> str:
-    return f"mean of epoch {run.epochs[-1]['epoch']}" if run.epochs else "mean of the last steps"
+    steps = min(_window(run), len(run.steps))
+    return "the last step" if steps == 1 else f"mean of the last {count(steps)} steps"
+
+
+def _window(run: Run) -> int:
+    """Steps of the mean, as in `oktopk compare`; some of the last in a run that is not finished."""
+    if run.ending is None:
+        return 20
+    return window_of(run.ending.plan.steps_per_epoch, run.ending.plan.steps)
 
 
 def _sparsity(run: Run) -> float | None:

@@ -50,6 +50,7 @@ class Planned:
     workers: int
     steps: int
     dense_bytes: int
+    steps_per_epoch: int
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Variant:
     """A way to average gradients: a row of the table. A knob that it does not have is None."""
 
     compressor: str
-    """As the user wrote it: `oktopk`, or `oktopk:wire=int4`."""
+    """`oktopk`, or with options of its own `oktopk:wire=int4`."""
     density: float | None = None
     warmup_steps: int | None = None
     sigma_scale: float | None = None
@@ -191,7 +191,7 @@ def _knobs(name: str) -> tuple[str, ...]:
 
 
 def split(specs: Sequence[str]) -> list[str]:
-    """Compressors from words that hold one or several, with commas between them.
+    """Compressors from words that hold one or several, with commas between them; in lower case.
 
     A comma also separates the options of a compressor: `dense,oktopk:wire=int4,lr=0.002,gtopk` are
     three compressors, because no name has an equals sign.
@@ -202,8 +202,11 @@ def split(specs: Sequence[str]) -> list[str]:
         for place, part in enumerate(parts):
             if place and "=" in part and ":" not in part and ":" in found[-1]:
                 found[-1] += f",{part}"
-            elif part:
-                found.append(part)
+            elif part.strip():
+                name, colon, rest = part.strip().partition(":")
+                found.append(f"{name.lower()}{colon}{rest}")
+    if not found:
+        raise UserError("--compressors has no name: write some, as dense,oktopk")
     return list(dict.fromkeys(found))
 
 
@@ -212,7 +215,6 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     from ...algorithms import names
 
     name, colon, rest = spec.partition(":")
-    name = name.lower()
     if name not in names():
         if name in RECIPES:
             raise UserError(f"the recipe comes first: oktopk compare {name} --compressors ...")
@@ -239,7 +241,7 @@ def read_seeds(text: str) -> list[int]:
     except ValueError:
         numbers = []
     seeds = list(dict.fromkeys(numbers))
-    if "," not in text and seeds:
+    if "," not in text and seeds and seeds[0] >= 0:
         if not 1 <= seeds[0] <= _MOST_CELLS:
             raise UserError(f"--seeds {text}: take 1 to {_MOST_CELLS}, or name one as `{text},`")
         return list(range(1, 1 + seeds[0]))

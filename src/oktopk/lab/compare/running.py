@@ -69,12 +69,18 @@ class Run:
             tell: hears of steps, some times a second.
         """
         try:
-            self._attempt(tell)
-        except CellError as error:
-            if not str(error).startswith("--resume"):
-                raise
-            shutil.rmtree(self.folder)  # its checkpoint cannot be used
-            self._attempt(tell)
+            try:
+                self._attempt(tell)
+            except CellError as error:
+                if not str(error).startswith("--resume"):
+                    raise
+                shutil.rmtree(self.folder)  # its checkpoint cannot be used
+                self._attempt(tell)
+        except OSError as error:
+            where = error.filename or self.folder
+            raise CellError(
+                f"{where}: {error.strerror or error}: make room, or move it away"
+            ) from error
 
     def _attempt(self, tell: Callable[[Step], None]) -> None:
         folder, log = self.folder, self.folder / CONSOLE

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...common.errors import UserError
+from ...common.format import plural
 from ...common.values import build, parse, read
-from ...train.metrics_file import read_metrics
+from ...train.metrics_file import METRICS, read_metrics
 from ...train.records import EpochRecord
 from ...train.run_folder import SUMMARY
 from ..losses import running_means, seconds_to, window_of
@@ -94,11 +96,14 @@ def read_trained(folder: Path) -> Trained:
     summary = _load(folder / SUMMARY, _Summary)
     environment = _load(folder / "environment.json", _Environment)
     steps, *_ = read_metrics(folder)
-    if not steps:
-        raise UserError(f"{folder} has a summary, but no steps: move the folder away")
+    if len(steps) != summary.steps:
+        raise UserError(
+            f"{folder / METRICS} has {plural(len(steps), 'step')}, but the run took "
+            f"{summary.steps}: move its folder away, and the cell is trained anew"
+        )
     window = window_of(summary.plan.steps_per_epoch, summary.plan.steps)
     means = running_means([step["loss"] for step in steps], window)
-    seconds = list(accumulate(step["seconds"]["total"] for step in steps))
+    seconds = list(accumulate(_total(step, folder) for step in steps))
     counted = [step for step in steps if step["phase"] == "sparse"] or steps
     applied = 1 - summary.sparsity if summary.sparse_steps else 1.0
     result = Result(
@@ -116,6 +121,15 @@ def read_trained(folder: Path) -> Trained:
         versions=environment.versions,
     )
     return Trained(result, list(zip(seconds, means, strict=True)))
+
+
+def _total(step: Mapping[str, Any], folder: Path) -> float:
+    if "total" not in step["seconds"]:
+        raise UserError(
+            f"{folder / METRICS} is damaged (step {step['step']} has no total seconds): move its "
+            "folder away, and the cell is trained anew"
+        )
+    return float(step["seconds"]["total"])
 
 
 def _load(path: Path, kind: type[T]) -> T:
