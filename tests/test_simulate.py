@@ -125,7 +125,8 @@ THRESHOLDS = ("oktopk", "oktopk-variable", "gtopk")
 @pytest.mark.parametrize("name", ROWS)
 def test_the_contract_of_64_ranks(exhaustive: bool, name: str) -> None:
     """Conservation, agreement, count and bytes, where no machine has as many ranks."""
-    steps = LONG if name in THRESHOLDS else 4
+    slow = name == "oktopk-variable"  # it decodes thousands of messages in each step
+    steps = LONG if name in THRESHOLDS and (exhaustive or not slow) else 4
     keep_promises(64, name, Case("drifting", 6007, 0.02, "float32", steps, "int8"))
     if name in THRESHOLDS or exhaustive:
         keep_promises(64, name, Case("disjoint", 3001, 0.5, "float32", 3, "int8"))
